@@ -1,0 +1,41 @@
+"""How responses are sampled."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from miles_core.config.base import Section
+
+
+class SamplingConfig(Section):
+    """Sampling of one response. Log-probs everywhere are those of the logits divided by `temperature`."""
+
+    temperature: float = Field(1.0, gt=0, le=10)
+    """Divides the logits; greedy decoding is for evaluation only (evaluate.temperature=0)."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the smallest set of tokens whose probability reaches this."""
+    top_k: int = Field(-1, ge=-1)
+    """Keep this many tokens; -1 keeps all."""
+    max_new_tokens: int = Field(256, ge=1)
+    """Longest response in tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a response besides the tokenizer's end-of-sequence tokens."""
+
+
+class RolloutConfig(Section):
+    """One rollout is `batch_size` prompts times `n_samples_per_prompt` responses."""
+
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """embedded: our own, in process, CPU or GPU. sglang: an SGLang server."""
+    num_rollout: int = Field(100, ge=1)
+    """Rollouts of the whole run."""
+    batch_size: int = Field(16, ge=1)
+    """Prompts of one rollout."""
+    n_samples_per_prompt: int = Field(8, ge=1)
+    """Responses to each prompt: one group."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How each response is sampled."""
+    num_engines: int = Field(1, ge=1)
+    """Rollout engines; groups are shared out between them."""
+    max_batch_tokens: int = Field(65536, ge=256)
+    """Most tokens (prompt and response, padding included) an embedded engine decodes at once."""

@@ -1,0 +1,146 @@
+"""RunConfig: everything a run depends on, as one value.
+
+It is the parameter of the Prefect flow, the argument of each stage, and what the cache keys are made of. It imports
+no torch, so a configuration can be written, checked and shown on any machine.
+"""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from miles_core.config.algorithm import AlgorithmConfig
+from miles_core.config.base import Section
+from miles_core.config.data import DataConfig, RewardConfig
+from miles_core.config.model import ModelConfig, QuantizeConfig
+from miles_core.config.rollout import RolloutConfig
+from miles_core.config.trainer import TrainerConfig
+
+
+class StoreConfig(Section):
+    """Where artifacts live. Credentials come from the environment (AWS_ACCESS_KEY_ID and so on)."""
+
+    uri: str = ".miles/store"
+    """A local folder, or any fsspec URI such as s3://bucket/prefix."""
+    endpoint_url: str | None = None
+    """Endpoint of an S3-compatible server."""
+
+
+class EvaluateConfig(Section):
+    """Scoring of the initial and of the exported model on held-out prompts, through the rollout engine."""
+
+    n_samples_per_prompt: int = Field(1, ge=1)
+    """Responses to each prompt."""
+    temperature: float = Field(0.0, ge=0, le=10)
+    """0 decodes greedily."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest response; null takes rollout.sampling.max_new_tokens."""
+    pass_threshold: float = Field(1.0, gt=0, le=1)
+    """Reward from which a response counts as correct."""
+
+    @model_validator(mode="after")
+    def _samples_differ(self) -> "EvaluateConfig":
+        if self.temperature == 0 and self.n_samples_per_prompt > 1:
+            raise ValueError(
+                f"evaluate.n_samples_per_prompt {self.n_samples_per_prompt} needs evaluate.temperature above 0: "
+                "greedy samples are all equal"
+            )
+        return self
+
+
+class UploadConfig(Section):
+    """Publishing of the exported model."""
+
+    uri: str | None = None
+    """Target folder (local path or fsspec URI); null publishes nothing."""
+    endpoint_url: str | None = None
+    """Endpoint of an S3-compatible server; null takes store.endpoint_url."""
+
+
+class ClusterConfig(Section):
+    """Where the training loop runs."""
+
+    address: str | None = None
+    """null: a Ray of its own on this machine. `http://HOST:8265`: submit the loop there as a job that outlives the
+    flow; a later flow run finds it again."""
+    num_cpus: int | None = Field(None, ge=1)
+    """CPUs of the local Ray; null takes the machine's."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name shown in Prefect and in logs; no part of any cache key."""
+    seed: int = Field(0, ge=0)
+    """Every random choice derives from it."""
+    model: ModelConfig
+    """The model to train."""
+    quantize: QuantizeConfig = QuantizeConfig()
+    """Rollout number format."""
+    data: DataConfig
+    """Prompts."""
+    reward: RewardConfig = RewardConfig()
+    """Scoring."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Sampling."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Learning rule."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Optimization."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """Evaluation."""
+    upload: UploadConfig = UploadConfig()
+    """Publishing."""
+    store: StoreConfig = StoreConfig()
+    """Artifacts."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Ray."""
+
+    @property
+    def samples_per_rollout(self) -> int:
+        """Responses of one rollout."""
+        return self.rollout.batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step."""
+        return self.trainer.global_batch_size or self.samples_per_rollout
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps of one rollout."""
+        return self.samples_per_rollout // self.global_batch_size
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "RunConfig":
+        faults = []
+        r, t = self.rollout, self.trainer
+        samples = self.samples_per_rollout
+        per_pass = t.micro_batch_size * t.data_parallel_size
+        if samples % self.global_batch_size:
+            faults.append(
+                f"rollout.batch_size {r.batch_size} x rollout.n_samples_per_prompt {r.n_samples_per_prompt} = {samples} "
+                f"samples are no multiple of trainer.global_batch_size {self.global_batch_size}: "
+                f"{samples % self.global_batch_size} samples of each rollout ({r.num_rollout} rollouts make "
+                f"{samples * r.num_rollout}) would remain; change one of the three"
+            )
+        elif self.global_batch_size % per_pass:
+            faults.append(
+                f"trainer.global_batch_size {self.global_batch_size} is no multiple of trainer.micro_batch_size "
+                f"{t.micro_batch_size} x {t.data_parallel_size} data-parallel ranks = {per_pass}; change one of them"
+            )
+        if self.algorithm.advantage_estimator == "rloo" and r.n_samples_per_prompt < 2:
+            faults.append(f"rloo needs rollout.n_samples_per_prompt of at least 2, found {r.n_samples_per_prompt}")
+        if self.reward.type == "task" and self.data.task is None:
+            faults.append("reward.type=task needs data.task; for data.prompts choose exact_match, math or function")
+        if self.reward.type in ("exact_match", "math", "boxed_math") and self.data.label_key is None:
+            faults.append(f"reward.type={self.reward.type} compares with a label: set data.label_key")
+        if self.data.prompts is not None and self.data.eval_prompts is None:
+            faults.append("data.prompts needs data.eval_prompts, the held-out set that the evaluation scores")
+        if faults:
+            raise ValueError("; ".join(faults))
+        return self
+
+
+Stage = Literal["download", "convert", "quantize", "train", "export", "evaluate", "upload"]
+STAGES: tuple[Stage, ...] = ("download", "convert", "quantize", "train", "export", "evaluate", "upload")

@@ -1,0 +1,91 @@
+"""The trainer: precision, batches, optimizer, parallel layout, checkpoints."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from miles_core.config.base import Section
+
+
+class OptimizerConfig(Section):
+    """AdamW with fp32 master weights."""
+
+    lr: float = Field(1e-6, gt=0)
+    """Learning rate after warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the rate rises linearly from lr / warmup_steps."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.98, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+class ParallelConfig(Section):
+    """Sizes of the parallel groups; what remains of `trainer.num_ranks` is data parallel."""
+
+    tensor: int = Field(1, ge=1)
+    """Tensor parallel size."""
+    pipeline: int = Field(1, ge=1)
+    """Pipeline parallel size."""
+    expert: int = Field(1, ge=1)
+    """Expert parallel size."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints from which an interrupted run goes on."""
+
+    interval: int = Field(10, ge=1)
+    """Save after each so many rollouts; the last one is always saved."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints to keep; older ones are removed after a newer one is complete."""
+
+
+class TrainerConfig(Section):
+    """One optimizer step takes `global_batch_size` samples in micro-batches of `micro_batch_size`."""
+
+    backend: Literal["megatron"] = "megatron"
+    """megatron: megatron-core, over gloo on CPUs and NCCL on GPUs."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Of weights and activations; master weights and log-probs are fp32."""
+    num_ranks: int = Field(1, ge=1)
+    """Trainer processes: GPUs, or CPU processes where there is no GPU."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Samples of one optimizer step; null takes the whole rollout in one step."""
+    micro_batch_size: int = Field(8, ge=1)
+    """Samples of one forward and backward pass on one rank."""
+    packing: bool = True
+    """Lay the sequences of a micro-batch end to end instead of padding them; the result is the same."""
+    routing_replay: bool = True
+    """R3: a MoE takes the experts in training that the rollout engine took (no effect on a dense model)."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer settings."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Parallel layout."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """When to save."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Model replicas: ranks divided by tensor and pipeline sizes."""
+        return self.num_ranks // (self.parallel.tensor * self.parallel.pipeline)
+
+    @model_validator(mode="after")
+    def _layout_is_possible(self) -> "TrainerConfig":
+        p = self.parallel
+        model_parallel = p.tensor * p.pipeline
+        if self.num_ranks % model_parallel:
+            raise ValueError(
+                f"trainer.num_ranks {self.num_ranks} is not a multiple of tensor {p.tensor} x pipeline {p.pipeline}"
+            )
+        if self.data_parallel_size % p.expert and (self.data_parallel_size * p.tensor) % p.expert:
+            raise ValueError(
+                f"trainer.parallel.expert {p.expert} does not divide the {self.data_parallel_size * p.tensor} ranks "
+                "of a pipeline stage"
+            )
+        return self
