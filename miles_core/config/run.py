@@ -64,6 +64,11 @@ class ClusterConfig(Section):
     flow; a later flow run finds it again."""
     num_cpus: int | None = Field(None, ge=1)
     """CPUs of the local Ray; null takes the machine's."""
+    threads_per_process: int = Field(1, ge=1)
+    """Torch threads of each trainer rank and engine on a CPU. Small models are fastest with 1; together they should not
+    exceed the cores."""
+    object_store_bytes: int = Field(512 * 2**20, ge=80 * 2**20)
+    """Shared memory of the local Ray, which carries batches and weights; at least twice the model's bytes."""
 
 
 class RunConfig(Section):

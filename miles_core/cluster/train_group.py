@@ -1,0 +1,106 @@
+"""The trainer's ranks as Ray actors, behind the Trainer protocol."""
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import ray
+import torch
+
+from conversion.geometry import ModelGeometry
+from conversion.quantization.codec import codec_for
+from miles_core.cluster.session import resolve
+from miles_core.config.run import RunConfig
+from miles_core.types import TrainSample
+from miles_core.weight_sync.bucket import bucketize, tensor_digest
+from miles_core.weight_sync.push import encode_weights
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class TrainRank:
+    """One rank: a process that holds a shard of the model."""
+
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        torch.set_num_threads(config.cluster.threads_per_process)
+        self._config, self._rank = config, rank
+
+    def address(self) -> str:
+        """A host and free port of this process, for rank 0's rendezvous."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def start(self, geometry: ModelGeometry, checkpoint: Path, init_method: str) -> None:
+        from miles_core.trainer.megatron.trainer import MegatronTrainer
+
+        self._trainer = MegatronTrainer(
+            self._config,
+            geometry,
+            rank=self._rank,
+            world_size=self._config.trainer.num_ranks,
+            init_method=init_method,
+            checkpoint=checkpoint,
+        )
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """One protocol call. Results are the same on every rank; only rank 0 sends them back."""
+        result = getattr(self._trainer, method)(*arguments)
+        return result if self._rank == 0 else None
+
+    def weight_buckets(self, quantized: frozenset[str], bucket_bytes: int) -> tuple[list[Any], dict[str, str]] | None:
+        """Rank 0: references to the buckets of all weights as an engine takes them, and each tensor's digest."""
+        codec = codec_for(self._config.quantize.format, self._config.quantize.group_size)
+        weights = encode_weights(self._trainer.named_weights(), codec, quantized)
+        digests: dict[str, str] = {}
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                digests[name] = tensor_digest(tensor)
+                yield name, tensor
+
+        if self._rank != 0:  # takes part in the gathering, keeps nothing
+            for _ in weights:
+                pass
+            return None
+        return [ray.put(bucket) for bucket in bucketize(noted(), bucket_bytes)], digests
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+
+class TrainGroup:
+    """All ranks as one Trainer (see miles_core/trainer/trainer.py for the calls)."""
+
+    def __init__(self, config: RunConfig, geometry: ModelGeometry, checkpoint: Path) -> None:
+        self._ranks = [TrainRank.remote(config, rank) for rank in range(config.trainer.num_ranks)]
+        init_method = resolve(self._ranks[0].address.remote())
+        resolve([rank.start.remote(geometry, checkpoint, init_method) for rank in self._ranks])
+
+    def _all(self, method: str, *arguments: Any) -> Any:
+        return resolve([rank.call.remote(method, *arguments) for rank in self._ranks])[0]
+
+    def log_probs(self, batch: Sequence[TrainSample], model: Literal["policy", "reference"]) -> list[np.ndarray]:
+        return self._all("log_probs", ray.put(list(batch)), model)
+
+    def train_step(self, batch: Sequence[TrainSample]) -> dict[str, float]:
+        return self._all("train_step", ray.put(list(batch)))
+
+    def weight_buckets(self, quantized: frozenset[str], bucket_bytes: int) -> tuple[list[Any], dict[str, str]]:
+        """References to weight buckets in the object store, and the digest of each tensor in them."""
+        return resolve([rank.weight_buckets.remote(quantized, bucket_bytes) for rank in self._ranks])[0]
+
+    def refresh_reference(self) -> None:
+        self._all("refresh_reference")
+
+    def save(self, folder: Path) -> None:
+        self._all("save", folder)
+
+    def load(self, folder: Path) -> None:
+        self._all("load", folder)
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            ray.kill(rank)

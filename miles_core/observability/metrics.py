@@ -1,0 +1,108 @@
+"""Where the numbers of a run go: console, JSON lines, TensorBoard."""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+
+Metrics = dict[str, float]
+
+
+class Sink(Protocol):
+    """Takes the metrics of one rollout."""
+
+    def write(self, rollout_id: int, metrics: Metrics) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object a rollout. On resume, rollouts that will run again are removed first: each id stands once."""
+
+    def __init__(self, path: Path, first_rollout_id: int) -> None:
+        kept = []
+        if path.exists():
+            for line in path.read_text().splitlines(keepends=True):
+                # A line without its newline was cut off by a kill; its rollout runs again.
+                if line.endswith("\n") and json.loads(line)["rollout_id"] < first_rollout_id:
+                    kept.append(line)
+        path.write_text("".join(kept))
+        self._file = path.open("a")
+
+    def write(self, rollout_id: int, metrics: Metrics) -> None:
+        finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
+        self._file.write(json.dumps({"rollout_id": rollout_id, **finite}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_json_lines(path: Path) -> list[dict[str, float]]:
+    """What `JsonLines` wrote, in order."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class TensorBoard:
+    """Scalars under the metrics' own names; `purge_step` hides what a killed run wrote past its checkpoint."""
+
+    def __init__(self, folder: Path, first_rollout_id: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_rollout_id)
+
+    def write(self, rollout_id: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, rollout_id)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class ConsoleLine:
+    """One line a rollout, at most one each `every_seconds` and always the last."""
+
+    def __init__(self, num_rollout: int, every_seconds: float = 2.0) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._num_rollout, self._every, self._last = num_rollout, every_seconds, 0.0
+
+    def write(self, rollout_id: int, metrics: Metrics) -> None:
+        now = time.monotonic()
+        if now - self._last < self._every and rollout_id + 1 < self._num_rollout:
+            return
+        self._last = now
+        self._console.print(
+            f"rollout [bold]{rollout_id + 1}/{self._num_rollout}[/]"
+            f"  reward [green]{metrics['rollout/raw_reward']:.3f}[/]"
+            f"  length {metrics['rollout/response_len/mean']:.1f}"
+            f"  loss {metrics['train/loss']:+.4f}  grad {metrics['train/grad_norm']:.3f}"
+            f"  |Δlogp| {metrics['train/train_rollout_logprob_abs_diff']:.1e}"
+            f"  [dim]{metrics['perf/step_time']:.2f}s[/]"
+        )
+
+    def close(self) -> None:
+        self._last = 0.0
+
+
+class Timers:
+    """Seconds spent in named parts of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: Metrics = {}
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def write_all(sinks: Sequence[Sink], rollout_id: int, metrics: Metrics) -> None:
+    """Hands one rollout's metrics to every sink."""
+    for sink in sinks:
+        sink.write(rollout_id, metrics)

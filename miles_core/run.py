@@ -1,0 +1,120 @@
+"""The composition root: a TrainSpec in, a committed train artifact out. The only place that knows every part."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from miles_core.config.run import RunConfig
+from miles_core.observability.metrics import ConsoleLine, JsonLines, Metrics, TensorBoard, read_json_lines
+from storage.manifest import ArtifactRef
+from storage.store import ArtifactStore
+
+KIND = "train"
+METRICS_FILE = "metrics.jsonl"
+WEIGHTS_FILE = "weights.json"
+# What differs between equal runs: clocks, and the bytes (not the tensors) of checkpoints. weights.json stands for them.
+VOLATILE = ("checkpoints/**", METRICS_FILE, "tensorboard/**")
+
+OnMetrics = Callable[[dict[str, Any]], None]
+
+
+class TrainSpec(BaseModel):
+    """Everything the training loop needs, small enough to be an environment variable of a cluster job."""
+
+    model_config = ConfigDict(frozen=True)
+
+    config: RunConfig
+    key: str
+    model: ArtifactRef  # torch_dist
+    rollout_model: ArtifactRef  # Hugging Face folder in the rollout's number format
+
+    @property
+    def store(self) -> ArtifactStore:
+        return ArtifactStore(self.config.store.uri, self.config.store.endpoint_url)
+
+
+def train(spec: TrainSpec, on_metrics: OnMetrics) -> ArtifactRef:
+    """Trains, or goes on training, and commits the result under `spec.key`. Ray must be running.
+
+    `on_metrics` gets every rollout's metrics in order, those of an earlier attempt included.
+    """
+    store = spec.store
+    if (ready := store.find(KIND, spec.key)) is not None:
+        return ready
+    work = store.work_dir(KIND, spec.key)
+    final, account = _loop(spec, store, work, on_metrics)
+    rewards = [row["rollout/raw_reward"] for row in read_json_lines(work / METRICS_FILE)]
+    return store.commit(
+        KIND,
+        spec.key,
+        stage="train",
+        inputs={"model": spec.model.digest, "rollout_model": spec.rollout_model.digest},
+        outputs={"checkpoint": str(final.relative_to(work)), "metrics": METRICS_FILE},
+        config=spec.config.model_dump(mode="json"),
+        account={
+            **account,
+            "rollouts": len(rewards),
+            "samples": len(rewards) * spec.config.samples_per_rollout,
+            "reward_first_10": _mean(rewards[:10]),
+            "reward_last_10": _mean(rewards[-10:]),
+        },
+        volatile=VOLATILE,
+    )
+
+
+def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetrics) -> tuple[Path, dict[str, Any]]:
+    # Imported here: a spec can be made, and its artifact found, without torch and Ray.
+    from conversion.families import geometry_from_config
+    from miles_core.checkpoint import MARKER, CheckpointFolder
+    from miles_core.cluster.rollout_group import RolloutGroup
+    from miles_core.cluster.train_group import TrainGroup
+    from miles_core.controller import BUCKET_BYTES, Controller
+    from miles_core.data.dataset import load_prompts
+    from miles_core.data.source import PromptSource
+    from miles_core.data.tokenization import load_tokenizer
+    from miles_core.rewards import build_scorer
+    from miles_core.rollout.generate import sampling_params
+
+    config = spec.config
+    model_folder, rollout_folder = store.fetch(spec.model), store.fetch(spec.rollout_model)
+    geometry = geometry_from_config(json.loads((rollout_folder / "config.json").read_text()))
+    tokenizer = load_tokenizer(rollout_folder)
+    prompts = load_prompts(config, tokenizer, split="train")
+
+    def publish(name: str) -> None:
+        store.sync_up(KIND, spec.key, f"checkpoints/{name}", marker=MARKER)
+
+    store.sync_down(KIND, spec.key, "checkpoints")
+    checkpoints = CheckpointFolder(work / "checkpoints", config.trainer.checkpoint.keep, publish)
+    first = (checkpoints.latest() or (0, {}))[0]
+    report = _report_earlier(work / METRICS_FILE, first, on_metrics)
+    sinks = [
+        JsonLines(work / METRICS_FILE, first),
+        TensorBoard(work / "tensorboard", first),
+        ConsoleLine(config.rollout.num_rollout),
+        report,
+    ]
+    trainer = TrainGroup(config, geometry, model_folder)
+    engines = RolloutGroup(config, rollout_folder)
+    try:
+        final = Controller(
+            config=config,
+            source=PromptSource(prompts.prompts, seed=config.seed, shuffle=config.data.shuffle),
+            trainer=trainer,
+            engines=engines,
+            score=build_scorer(config),
+            decode=tokenizer.decode,
+            sampling=sampling_params(config, tokenizer.stop_token_ids),
+            quantized=quantized_names(rollout_folder),
+            checkpoints=checkpoints,
+            sinks=sinks,
+        ).run()
+        _, digests = trainer.weight_buckets(frozenset(), BUCKET_BYTES)
+    finally:
+        for part in (*sinks, engines, trainer):
+            part.close()
+    (work / WEIGHTS_FILE).write_text(json.dumps(digests, indent=0, sort_keys=True))
+    return final, {"prompts": prompts.account, "resumed_from_rollout": first}
