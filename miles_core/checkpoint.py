@@ -26,12 +26,11 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The checkpoints of one run. `publish` and `retract` mirror a folder to a remote store (no-ops for a local one)."""
+    """The checkpoints of one run. `publish` copies a folder to a remote store (nothing to do for a local one)."""
 
     root: Path
     keep: int
     publish: Callable[[str], None] = lambda name: None
-    retract: Callable[[str], None] = lambda name: None
 
     def folder(self, done: int) -> Path:
         """Where the checkpoint after `done` rollouts lies."""
@@ -50,7 +49,6 @@ class CheckpointFolder:
         self.publish(folder.name)
         for old in self._iterations()[: -self.keep]:
             shutil.rmtree(self.folder(old))
-            self.retract(_name(old))
 
     def latest(self) -> tuple[int, dict[str, Any]] | None:
         """The newest complete checkpoint and its state; says on stderr why a newer folder was passed over."""
@@ -58,7 +56,9 @@ class CheckpointFolder:
             fault = self._fault(done)
             if fault is None:
                 return done, json.loads((self.folder(done) / _STATE).read_text())
-            Console(stderr=True, highlight=False).print(f"checkpoint {_name(done)} is not complete: {fault}")
+            Console(stderr=True, highlight=False).print(
+                f"checkpoint {_name(done)} is not complete: {fault}", soft_wrap=True
+            )
         return None
 
     def _iterations(self) -> list[int]:

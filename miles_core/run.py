@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from storage.store import ArtifactStore
 
 from miles_core.config.run import RunConfig
-from miles_core.observability.metrics import ConsoleLine, JsonLines, Metrics, TensorBoard, read_json_lines
+from miles_core.observability.metrics import ConsoleLine, JsonLines, TensorBoard, read_json_lines
 from storage.manifest import ArtifactRef
-from storage.store import ArtifactStore
 
 KIND = "train"
 METRICS_FILE = "metrics.jsonl"

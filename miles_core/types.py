@@ -13,13 +13,13 @@ their rows are ignored) took for the token at index t.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 
 
-class SampleStatus(str, Enum):
+class SampleStatus(StrEnum):
     """How a response ended."""
 
     COMPLETED = "completed"  # with a stop token

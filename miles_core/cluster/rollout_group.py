@@ -1,6 +1,7 @@
 """Rollout engines as Ray actors: requests are shared out, weights go to all."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class RolloutGroup:
         a group meet in one engine."""
         count = len(self._engines)
         cuts = [len(requests) * i // count for i in range(count + 1)]
-        shares = [requests[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
+        shares = [requests[start:end] for start, end in pairwise(cuts)]
         answers = [engine.generate.remote(share) for engine, share in zip(self._engines, shares, strict=True)]
         return [completion for share in resolve(answers) for completion in share]
 

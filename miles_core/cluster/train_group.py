@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 import ray
 import torch
+from conversion.quantization.codec import codec_for
 
 from conversion.geometry import ModelGeometry
-from conversion.quantization.codec import codec_for
 from miles_core.cluster.session import resolve
 from miles_core.config.run import RunConfig
 from miles_core.types import TrainSample

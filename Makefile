@@ -1,0 +1,45 @@
+# `make demo` and `make test` set up .venv by themselves; nothing else needs to be installed first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+STATE := .miles
+
+# Everything a demo leaves behind lies in $(STATE); the tests keep to folders of their own.
+export PREFECT_HOME ?= $(CURDIR)/$(STATE)/prefect
+export PREFECT_SERVER_ANALYTICS_ENABLED ?= false
+export DO_NOT_TRACK ?= 1
+# Small models on a few cores: one thread a process beats several.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test test-slow lint types ui clean
+
+setup: $(READY)
+
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+demo: $(READY)  ## the whole pipeline on the tiny preset
+	$(BIN)/miles run --preset tiny
+
+test: $(READY) lint types  ## style, types and the quick suite
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-slow: $(READY)  ## what `make test` leaves out and needs no GPU
+	$(BIN)/python -m pytest -m "(slow or chaos) and not gpu"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+ui: $(READY)  ## Prefect's UI on the demo's runs, at http://127.0.0.1:4200
+	$(BIN)/prefect server start
+
+clean:
+	rm -rf $(STATE) .pytest_cache .mypy_cache .ruff_cache
