@@ -1,7 +1,6 @@
 """The composition root: a TrainSpec in, a committed train artifact out. The only place that knows every part."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,15 @@ from pydantic import BaseModel, ConfigDict
 from storage.store import ArtifactStore
 
 from miles_core.config.run import RunConfig
-from miles_core.observability.metrics import ConsoleLine, JsonLines, TensorBoard, read_json_lines
+from miles_core.observability.metrics import (
+    ConsoleLine,
+    JsonLines,
+    OnMetrics,
+    Report,
+    Sink,
+    TensorBoard,
+    read_json_lines,
+)
 from storage.manifest import ArtifactRef
 
 KIND = "train"
@@ -17,8 +24,6 @@ METRICS_FILE = "metrics.jsonl"
 WEIGHTS_FILE = "weights.json"
 # What differs between equal runs: clocks, and the bytes (not the tensors) of checkpoints. weights.json stands for them.
 VOLATILE = ("checkpoints/**", METRICS_FILE, "tensorboard/**")
-
-OnMetrics = Callable[[dict[str, Any]], None]
 
 
 class TrainSpec(BaseModel):
@@ -90,13 +95,14 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
     store.sync_down(KIND, spec.key, "checkpoints")
     checkpoints = CheckpointFolder(work / "checkpoints", config.trainer.checkpoint.keep, publish)
     first = (checkpoints.latest() or (0, {}))[0]
-    report = _report_earlier(work / METRICS_FILE, first, on_metrics)
-    sinks = [
+    sinks: list[Sink] = [
         JsonLines(work / METRICS_FILE, first),
         TensorBoard(work / "tensorboard", first),
         ConsoleLine(config.rollout.num_rollout),
-        report,
+        Report(on_metrics),
     ]
+    for row in read_json_lines(work / METRICS_FILE):
+        on_metrics(row)
     trainer = TrainGroup(config, geometry, model_folder)
     engines = RolloutGroup(config, rollout_folder)
     try:
@@ -118,3 +124,7 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
             part.close()
     (work / WEIGHTS_FILE).write_text(json.dumps(digests, indent=0, sort_keys=True))
     return final, {"prompts": prompts.account, "resumed_from_rollout": first}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

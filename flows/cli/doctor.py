@@ -60,11 +60,8 @@ def _shared_memory() -> tuple[str, bool, str]:
     if not os.path.isdir("/dev/shm"):
         return "no /dev/shm", True, "Ray keeps its objects in a temporary folder instead, which is slower"
     free = shutil.disk_usage("/dev/shm").free / 2**30
-    return (
-        f"{free:.1f} GiB",
-        free >= 0.5,
-        "Ray's object store lies there: enlarge it, or lower cluster.object_store_bytes",
-    )
+    remedy = "Ray's object store lies there: enlarge it, or lower cluster.object_store_bytes"
+    return f"{free:.1f} GiB", free >= 0.5, remedy
 
 
 def _version(distribution: str, module: str) -> str | None:
@@ -93,7 +90,7 @@ def doctor(json: Json = False) -> None:
     else:
         table = Table("", "", "", "", box=None, show_header=False)
         for f in findings:
-            mark = "[green]✓[/]" if f.ok else ("[yellow]–[/]" if f.what in _OPTIONAL else "[red]✗[/]")
+            mark = "[green]✓[/]" if f.ok else ("[yellow]-[/]" if f.what in _OPTIONAL else "[red]✗[/]")
             table.add_row(mark, f.what, f.found, "" if f.ok else f.remedy)
         out.print(table)
     if needed:

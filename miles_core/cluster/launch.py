@@ -5,7 +5,8 @@ import json
 from collections.abc import AsyncIterator
 
 from miles_core.cluster.session import local_ray
-from miles_core.run import KIND, OnMetrics, TrainSpec, train
+from miles_core.observability.metrics import OnMetrics
+from miles_core.run import KIND, TrainSpec, train
 from storage.manifest import ArtifactRef
 
 METRICS_PREFIX = "MILES_METRICS "

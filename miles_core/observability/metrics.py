@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +11,7 @@ from typing import Protocol
 from rich.console import Console
 
 Metrics = dict[str, float]
+OnMetrics = Callable[[Metrics], None]
 
 
 class Sink(Protocol):
@@ -87,6 +88,19 @@ class ConsoleLine:
 
     def close(self) -> None:
         self._last = 0.0
+
+
+class Report:
+    """Hands the metrics on to a callback, the rollout's id among them."""
+
+    def __init__(self, on_metrics: OnMetrics) -> None:
+        self._on_metrics = on_metrics
+
+    def write(self, rollout_id: int, metrics: Metrics) -> None:
+        self._on_metrics({"rollout_id": rollout_id, **metrics})
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class Timers:
