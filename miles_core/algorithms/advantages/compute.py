@@ -1,0 +1,81 @@
+"""From rewards to advantages: the entry point."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from miles_core.algorithms.advantages.distillation import distillation_advantage
+from miles_core.algorithms.advantages.estimators import ESTIMATORS
+from miles_core.algorithms.advantages.sample_view import SampleView
+from miles_core.algorithms.advantages.whitening import whiten
+from miles_core.algorithms.dapo import overlong_penalty
+from miles_core.config.algorithm import AlgorithmConfig
+
+
+def compute_advantages(
+    config: AlgorithmConfig,
+    groups: Sequence[Sequence[SampleView]],
+    *,
+    max_response_length: int | None = None,
+) -> list[np.ndarray]:
+    """Advantage of each response token, float32 [R], for every sample of the rollout in order; 0 at masked tokens.
+
+    In this order: overlong penalty on the reward, estimator, distillation term, whitening. Computed in float64, which
+    costs nothing here and keeps centring and whitening exact to float32. `max_response_length` is
+    rollout.sampling.max_new_tokens, needed for `overlong_buffer`.
+
+    Raises:
+        NonFiniteInputError: a NaN or infinite reward, log-prob or value, with the sample's index.
+        ValueError: a field that the algorithm needs is None.
+    """
+    samples = [sample for group in groups for sample in group]
+    advantages = _estimate(config, groups, max_response_length)
+    if config.distill_kl_coef:
+        advantages = [
+            a
+            + distillation_advantage(
+                s.on_trainable("old_log_probs"), s.on_trainable("teacher_log_probs"), coef=config.distill_kl_coef
+            )
+            for a, s in zip(advantages, samples, strict=True)
+        ]
+    if config.normalize_advantages:
+        advantages = whiten(advantages)
+    return [_spread(a, s) for a, s in zip(advantages, samples, strict=True)]
+
+
+def compute_value_targets(
+    config: AlgorithmConfig,
+    groups: Sequence[Sequence[SampleView]],
+    *,
+    max_response_length: int | None = None,
+) -> list[np.ndarray]:
+    """What the critic learns, laid out as by `compute_advantages`: the value plus the advantage before distillation and
+    whitening."""
+    samples = [sample for group in groups for sample in group]
+    advantages = _estimate(config, groups, max_response_length)
+    return [_spread(a + s.on_trainable("values"), s) for a, s in zip(advantages, samples, strict=True)]
+
+
+def _estimate(
+    config: AlgorithmConfig, groups: Sequence[Sequence[SampleView]], max_response_length: int | None
+) -> list[np.ndarray]:
+    estimator = ESTIMATORS[config.advantage_estimator]
+    advantages: list[np.ndarray] = []
+    for group in groups:
+        for sample in group:
+            sample.check_finite()
+        rewards = np.array([s.reward for s in group], np.float64)
+        if config.overlong_buffer is not None:
+            if max_response_length is None:
+                raise ValueError(f"algorithm.overlong_buffer {config.overlong_buffer} needs max_response_length")
+            lengths = np.array([len(s.loss_mask) for s in group])
+            rewards += overlong_penalty(lengths, max_length=max_response_length, buffer=config.overlong_buffer)
+        advantages += estimator(config, group, rewards)
+    return advantages
+
+
+def _spread(values: np.ndarray, sample: SampleView) -> np.ndarray:
+    """Values of the trainable tokens in their places, float32 [R], 0 elsewhere."""
+    out = np.zeros(len(sample.loss_mask), np.float32)
+    out[sample.trainable] = values
+    return out
