@@ -4,28 +4,23 @@
                   ▲                                                     │
                   └────── weights, version = rollouts trained so far ◄──┘        checkpoint when due, marker last
 
-Everything that decides the next rollout is in the trainer's checkpoint and in the prompt source's state, so a run that
-is killed anywhere and started again gives the same weights, bit for bit, as one that was never interrupted.
+Everything that decides the next rollout is in the trainer's checkpoint and in the collector's state, so a run that is
+killed anywhere and started again gives the same weights, bit for bit, as one that was never interrupted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from miles_core.checkpoint import CheckpointFolder
 from miles_core.config.run import RunConfig
-from miles_core.data.source import PromptSource
-from miles_core.observability.metrics import Metrics, Sink, Timers, write_all
-from miles_core.rollout.engine import Completion, GenerateRequest, SamplingParams
-from miles_core.rollout.generate import Decode, generate_groups, rollout_metrics
+from miles_core.observability.metrics import Metrics, Sink, Timers
+from miles_core.rollout.collect import RolloutCollector
 from miles_core.train_batch import build_train_batches
 from miles_core.trainer.trainer import Trainer
-from miles_core.types import Sample, SampleGroup
 
 BUCKET_BYTES = 512 * 2**20
-
-Score = Callable[[list[list[Sample]]], tuple[list[SampleGroup], Metrics]]
 
 
 class WeightSource(Trainer, Protocol):
@@ -34,12 +29,10 @@ class WeightSource(Trainer, Protocol):
     def weight_buckets(self, quantized: frozenset[str], bucket_bytes: int) -> tuple[list[Any], dict[str, str]]: ...
 
 
-class Engines(Protocol):
-    """All rollout engines of the run."""
+class WeightSink(Protocol):
+    """The rollout engines, as the push sees them."""
 
-    def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]: ...
-
-    def update_weights(self, buckets: Sequence[Any], digests: dict[str, str], version: int) -> None: ...
+    def update_weights(self, buckets: Sequence[Any], digests: Mapping[str, str], version: int) -> None: ...
 
 
 @dataclass
@@ -47,13 +40,10 @@ class Controller:
     """Owns the order of things; every part is handed to it."""
 
     config: RunConfig
-    source: PromptSource
+    collector: RolloutCollector
     trainer: WeightSource
-    engines: Engines
-    score: Score
-    decode: Decode
-    sampling: SamplingParams
-    quantized: frozenset[str]
+    engines: WeightSink
+    quantized: frozenset[str]  # names of the tensors that engines hold in the rollout's number format
     checkpoints: CheckpointFolder
     sinks: Sequence[Sink]
 
@@ -67,8 +57,9 @@ class Controller:
             metrics = self._one_rollout(done)
             done += 1
             if done % self.config.trainer.checkpoint.interval == 0 or done == total:
-                self.checkpoints.save(done, self.trainer.save, {"source": self.source.state_dict()})
-            write_all(self.sinks, done - 1, metrics)
+                self.checkpoints.save(done, self.trainer.save, self.collector.state_dict())
+            for sink in self.sinks:
+                sink.write(done - 1, metrics)
         return self.checkpoints.folder(done)
 
     def _resume(self) -> int:
@@ -77,37 +68,27 @@ class Controller:
             return 0
         done, state = found
         self.trainer.load(self.checkpoints.folder(done))
-        self.source.load_state_dict(state["source"])
+        self.collector.load_state_dict(state)
         return done
 
     def _one_rollout(self, rollout_id: int) -> Metrics:
-        config, timers = self.config, Timers()
+        timers = Timers()
         with timers.time("perf/step_time"):
             with timers.time("perf/rollout_time"):
-                groups = generate_groups(
-                    self.source.next(config.rollout.batch_size),
-                    first_group_index=rollout_id * config.rollout.batch_size,
-                    n_samples_per_prompt=config.rollout.n_samples_per_prompt,
-                    sampling=self.sampling,
-                    seed=config.seed,
-                    generate=self.engines.generate,
-                    decode=self.decode,
-                )
-                scored, reward_metrics = self.score(groups)
+                groups, metrics = self.collector.collect()
             with timers.time("perf/actor_train_time"):
-                steps, batch_metrics = build_train_batches(scored, config, self.trainer)
+                steps, batch_metrics = build_train_batches(groups, self.config, self.trainer)
                 step_metrics = [self.trainer.train_step(step) for step in steps]
-                interval = config.algorithm.ref_update_interval
-                if config.algorithm.needs_reference and interval and (rollout_id + 1) % interval == 0:
+                interval = self.config.algorithm.ref_update_interval
+                if interval and (rollout_id + 1) % interval == 0:
                     self.trainer.refresh_reference()
             with timers.time("perf/update_weights_time"):
                 self._push(rollout_id + 1)
-        tokens = sum(s.response_length for g in scored for s in g.samples)
+        tokens = sum(s.response_length for g in groups for s in g.samples)
         return {
-            **rollout_metrics(scored),
-            **reward_metrics,
+            **metrics,
             **batch_metrics,
-            **_mean(step_metrics),
+            **_over_steps(step_metrics),
             **timers.seconds,
             "rollout/weight_version": float(rollout_id),
             "perf/rollout_tokens_per_sec": tokens / timers.seconds["perf/rollout_time"],
@@ -118,10 +99,9 @@ class Controller:
         self.engines.update_weights(buckets, digests, version)
 
 
-def _mean(steps: Sequence[Metrics]) -> Metrics:
-    # Counts add up over the optimizer steps of a rollout, everything else is averaged.
-    names = {name for step in steps for name in step}
+def _over_steps(steps: Sequence[Metrics]) -> Metrics:
+    # Skipped steps add up over a rollout's optimizer steps, everything else is averaged.
+    names = sorted({name for step in steps for name in step})
     return {
-        name: sum(step[name] for step in steps) / (1 if name == "train/skipped_steps" else len(steps))
-        for name in sorted(names)
+        name: sum(step[name] for step in steps) / (1 if name == "train/skipped_steps" else len(steps)) for name in names
     }

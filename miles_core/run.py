@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
-from storage.store import ArtifactStore
 
 from miles_core.config.run import RunConfig
 from miles_core.observability.metrics import (
@@ -18,6 +17,7 @@ from miles_core.observability.metrics import (
     read_json_lines,
 )
 from storage.manifest import ArtifactRef
+from storage.store import ArtifactStore
 
 KIND = "train"
 METRICS_FILE = "metrics.jsonl"
@@ -81,6 +81,7 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
     from miles_core.data.source import PromptSource
     from miles_core.data.tokenization import load_tokenizer
     from miles_core.rewards import build_scorer
+    from miles_core.rollout.collect import RolloutCollector
     from miles_core.rollout.generate import sampling_params
 
     config = spec.config
@@ -108,12 +109,16 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
     try:
         final = Controller(
             config=config,
-            source=PromptSource(prompts.prompts, seed=config.seed, shuffle=config.data.shuffle),
+            collector=RolloutCollector(
+                config,
+                PromptSource(prompts.prompts, seed=config.seed, shuffle=config.data.shuffle),
+                sampling_params(config, tokenizer.stop_token_ids),
+                generate=engines.generate,
+                decode=tokenizer.decode,
+                score=build_scorer(config),
+            ),
             trainer=trainer,
             engines=engines,
-            score=build_scorer(config),
-            decode=tokenizer.decode,
-            sampling=sampling_params(config, tokenizer.stop_token_ids),
             quantized=quantized_names(rollout_folder),
             checkpoints=checkpoints,
             sinks=sinks,

@@ -35,6 +35,12 @@ class RolloutConfig(Section):
     """Responses to each prompt: one group."""
     sampling: SamplingConfig = SamplingConfig()
     """How each response is sampled."""
+    dynamic_sampling: bool = False
+    """DAPO: groups whose rewards are all equal are dropped, and further prompts sampled in their place."""
+    over_sampling_batch_size: int | None = Field(None, ge=1)
+    """Prompts sampled at once under dynamic sampling; null takes `batch_size`."""
+    max_sampling_rounds: int = Field(10, ge=1)
+    """Dynamic sampling ends the run with an error when so many rounds did not fill a batch."""
     num_engines: int = Field(1, ge=1)
     """Rollout engines; groups are shared out between them."""
     max_batch_tokens: int = Field(65536, ge=256)

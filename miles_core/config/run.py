@@ -134,6 +134,11 @@ class RunConfig(Section):
                 f"trainer.global_batch_size {self.global_batch_size} is no multiple of trainer.micro_batch_size "
                 f"{t.micro_batch_size} x {t.data_parallel_size} data-parallel ranks = {per_pass}; change one of them"
             )
+        over = r.over_sampling_batch_size
+        if over is not None and not r.dynamic_sampling:
+            faults.append(f"rollout.over_sampling_batch_size {over} needs rollout.dynamic_sampling=true")
+        elif over is not None and over < r.batch_size:
+            faults.append(f"rollout.over_sampling_batch_size {over} is below rollout.batch_size {r.batch_size}")
         if self.algorithm.advantage_estimator == "rloo" and r.n_samples_per_prompt < 2:
             faults.append(f"rloo needs rollout.n_samples_per_prompt of at least 2, found {r.n_samples_per_prompt}")
         if self.reward.type == "task" and self.data.task is None:

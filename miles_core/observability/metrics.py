@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -114,9 +114,3 @@ class Timers:
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-def write_all(sinks: Sequence[Sink], rollout_id: int, metrics: Metrics) -> None:
-    """Hands one rollout's metrics to every sink."""
-    for sink in sinks:
-        sink.write(rollout_id, metrics)
