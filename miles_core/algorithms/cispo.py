@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from miles_core.algorithms.masking import bounded_exp, masked
-from miles_core.algorithms.policy_loss import PolicyLoss
+from miles_core.algorithms.policy_loss import ClippedLoss
 
 
 def cispo(
@@ -14,7 +14,7 @@ def cispo(
     *,
     clip_low: float,
     clip_high: float,
-) -> PolicyLoss:
+) -> ClippedLoss:
     """L = -detach(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log_probs.
 
     The authors clip above only: clip_low = 1 leaves the lower side open.
@@ -23,4 +23,4 @@ def cispo(
     log_probs = masked(log_probs, mask)
     ratio = bounded_exp(log_probs.detach() - masked(old_log_probs, mask))
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return PolicyLoss(-weight * masked(advantages, mask) * log_probs, weight != ratio)
+    return ClippedLoss(-weight * masked(advantages, mask) * log_probs, weight != ratio)

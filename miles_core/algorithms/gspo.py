@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from miles_core.algorithms.masking import masked, sequence_mean
-from miles_core.algorithms.policy_loss import PolicyLoss, clipped_surrogate
+from miles_core.algorithms.policy_loss import ClippedLoss, clipped_surrogate
 
 
 def gspo(
@@ -16,7 +16,7 @@ def gspo(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> PolicyLoss:
+) -> ClippedLoss:
     """`clipped_surrogate` with log_ratio_t = mean over the sequence's trainable tokens of (log_probs - old_log_probs).
 
     The value is detached and log_probs_t - detach(log_probs_t) is added, so that token t carries the gradient of its

@@ -14,7 +14,7 @@ from miles_core.algorithms.masking import masked, weighted_sum
 from miles_core.algorithms.mismatch import effective_sample_ratio, logprob_abs_diff, mismatch_kl
 from miles_core.algorithms.off_policy import off_policy_correction
 from miles_core.algorithms.opsm import off_policy_sequence_mask
-from miles_core.algorithms.policy_loss import PolicyLoss, ppo_clip
+from miles_core.algorithms.policy_loss import ClippedLoss, ppo_clip
 from miles_core.algorithms.sft import sft_loss
 from miles_core.config.algorithm import AlgorithmConfig
 
@@ -128,7 +128,7 @@ def _policy_gradient(
     return loss
 
 
-def _clipped_loss(x: ObjectiveInputs, config: AlgorithmConfig) -> PolicyLoss:
+def _clipped_loss(x: ObjectiveInputs, config: AlgorithmConfig) -> ClippedLoss:
     low = config.eps_clip
     high = low if config.eps_clip_high is None else config.eps_clip_high
     common = x.log_probs, x.old_log_probs, x.advantages, x.loss_mask

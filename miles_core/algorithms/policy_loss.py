@@ -8,11 +8,11 @@ from torch import Tensor
 from miles_core.algorithms.masking import bounded_exp, masked
 
 
-class PolicyLoss(NamedTuple):
-    """Per-token result of a policy loss, not yet weighted."""
+class ClippedLoss(NamedTuple):
+    """Per-token result of a loss with a clipped branch, not yet weighted."""
 
     loss: Tensor  # [N], 0 at masked tokens
-    clipped: Tensor  # bool [N], where clipping took effect
+    clipped: Tensor  # bool [N], where the clipped branch was taken
 
 
 def clipped_surrogate(
@@ -23,7 +23,7 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> PolicyLoss:
+) -> ClippedLoss:
     """L = max(-ratio * A, -clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio = exp(clamp(log_ratio, +-20)).
 
     With `dual_clip` c > 1 and A < 0: L = min(L, -c * A), which bounds the loss where the ratio runs away.
@@ -36,7 +36,7 @@ def clipped_surrogate(
     loss = torch.maximum(unclipped, clipped)
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
-    return PolicyLoss(loss, clipped > unclipped)
+    return ClippedLoss(loss, clipped > unclipped)
 
 
 def ppo_clip(
@@ -48,7 +48,7 @@ def ppo_clip(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> PolicyLoss:
+) -> ClippedLoss:
     """`clipped_surrogate` of each token's own ratio exp(log_probs - old_log_probs)."""
     return clipped_surrogate(
         masked(log_probs - old_log_probs, mask),

@@ -11,12 +11,11 @@ from miles_core.algorithms.advantages.whitening import whiten
 from miles_core.algorithms.dapo import overlong_penalty
 from miles_core.config.algorithm import AlgorithmConfig
 
+Groups = Sequence[Sequence[SampleView]]
+
 
 def compute_advantages(
-    config: AlgorithmConfig,
-    groups: Sequence[Sequence[SampleView]],
-    *,
-    max_response_length: int | None = None,
+    config: AlgorithmConfig, groups: Groups, *, max_response_length: int | None = None
 ) -> list[np.ndarray]:
     """Advantage of each response token, float32 [R], for every sample of the rollout in order; 0 at masked tokens.
 
@@ -44,10 +43,7 @@ def compute_advantages(
 
 
 def compute_value_targets(
-    config: AlgorithmConfig,
-    groups: Sequence[Sequence[SampleView]],
-    *,
-    max_response_length: int | None = None,
+    config: AlgorithmConfig, groups: Groups, *, max_response_length: int | None = None
 ) -> list[np.ndarray]:
     """What the critic learns, laid out as by `compute_advantages`: the value plus the advantage before distillation and
     whitening."""
@@ -56,22 +52,33 @@ def compute_value_targets(
     return [_spread(a + s.on_trainable("values"), s) for a, s in zip(advantages, samples, strict=True)]
 
 
-def _estimate(
-    config: AlgorithmConfig, groups: Sequence[Sequence[SampleView]], max_response_length: int | None
-) -> list[np.ndarray]:
+def _estimate(config: AlgorithmConfig, groups: Groups, max_response_length: int | None) -> list[np.ndarray]:
+    """Advantages of the trainable tokens of every sample; zeros for an unscored one."""
     estimator = ESTIMATORS[config.advantage_estimator]
     advantages: list[np.ndarray] = []
     for group in groups:
         for sample in group:
             sample.check_finite()
-        rewards = np.array([s.reward for s in group], np.float64)
-        if config.overlong_buffer is not None:
-            if max_response_length is None:
-                raise ValueError(f"algorithm.overlong_buffer {config.overlong_buffer} needs max_response_length")
-            lengths = np.array([len(s.loss_mask) for s in group])
-            rewards += overlong_penalty(lengths, max_length=max_response_length, buffer=config.overlong_buffer)
-        advantages += estimator(config, group, rewards)
+            if sample.reward is None and sample.trainable.any() and config.advantage_estimator != "none":
+                raise ValueError(
+                    f"sample {sample.index}: {sample.trainable.sum()} trainable tokens but no reward: mask or score it"
+                )
+        scored = [sample for sample in group if sample.reward is not None]
+        estimates = iter(estimator(config, scored, _shaped_rewards(config, scored, max_response_length)))
+        advantages += [
+            np.zeros(sample.trainable.sum()) if sample.reward is None else next(estimates) for sample in group
+        ]
     return advantages
+
+
+def _shaped_rewards(config: AlgorithmConfig, group: Sequence[SampleView], max_length: int | None) -> np.ndarray:
+    rewards = np.array([sample.reward for sample in group], np.float64)
+    if config.overlong_buffer is None:
+        return rewards
+    if max_length is None:
+        raise ValueError(f"algorithm.overlong_buffer={config.overlong_buffer} needs max_response_length, found None")
+    lengths = np.array([len(sample.loss_mask) for sample in group])
+    return rewards + overlong_penalty(lengths, max_length=max_length, buffer=config.overlong_buffer)
 
 
 def _spread(values: np.ndarray, sample: SampleView) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from miles_core.algorithms.advantages.baseline import is_flat
+
 
 def dr_grpo(rewards: np.ndarray) -> np.ndarray:
     """A_i = r_i - mean(r) over the responses to one prompt, float64 [n]: no std, which favours too easy and too hard
@@ -9,6 +11,6 @@ def dr_grpo(rewards: np.ndarray) -> np.ndarray:
 
     Source: arXiv 2503.20783, section 3. Its other half, a constant divisor, is loss_aggregation=constant.
     """
-    if np.ptp(rewards) == 0:
+    if is_flat(rewards):
         return np.zeros(len(rewards))
     return rewards - rewards.mean()

@@ -20,7 +20,7 @@ from miles_core.config.algorithm import AlgorithmConfig
 
 Estimator = Callable[[AlgorithmConfig, Sequence[SampleView], np.ndarray], list[np.ndarray]]
 """(config, group of n, rewards float64 [n]) -> float64 [T_i] for each sample's T_i trainable tokens. `rewards` are the
-samples' own after shaping."""
+samples' own after shaping; the group holds its scored samples."""
 
 
 def _outcome(advantage: Callable[[np.ndarray], np.ndarray]) -> Estimator:

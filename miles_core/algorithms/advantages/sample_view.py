@@ -20,7 +20,7 @@ class SampleView:
     """
 
     index: int  # Sample.index, for messages
-    reward: float
+    reward: float | None  # None: unscored, left out of its group; allowed only if fully masked or no reward is used
     loss_mask: np.ndarray  # [R], nonzero on trainable tokens
     old_log_probs: np.ndarray | None = None  # [R], the student's; for kl_coef and distill_kl_coef
     ref_log_probs: np.ndarray | None = None  # [R], for kl_coef
@@ -56,7 +56,7 @@ class SampleView:
         Raises:
             NonFiniteInputError: the reward, or a per-token field at a trainable token, is NaN or infinite.
         """
-        if not np.isfinite(self.reward):
+        if self.reward is not None and not np.isfinite(self.reward):
             raise NonFiniteInputError(f"sample {self.index}: reward is {self.reward}; a reward must be finite")
         for name in PER_TOKEN:
             value = getattr(self, name)

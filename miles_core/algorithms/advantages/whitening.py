@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from miles_core.algorithms.advantages.baseline import is_flat
+
 VARIANCE_EPSILON = 1e-8
 
 
@@ -11,10 +13,10 @@ def whiten(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
     """(A - mean) * rsqrt(var + 1e-8), mean and variance over all tokens of all samples, divisor n - 1 (Bessel).
 
     Takes trainable tokens only, of the *whole* rollout: statistics of a part would depend on how it was cut.
-    Fewer than two tokens have no spread and become 0.
+    Equal advantages, and so a single token, become exactly 0.
     """
     tokens = np.concatenate(advantages) if advantages else np.zeros(0)
-    if len(tokens) < 2:
+    if is_flat(tokens):
         return [np.zeros(len(a)) for a in advantages]
     scale = 1 / np.sqrt(tokens.var(ddof=1) + VARIANCE_EPSILON)
     return [(a - tokens.mean()) * scale for a in advantages]
