@@ -5,9 +5,13 @@ from typing import Any
 
 from conversion.families.config_reader import ConfigReader, UnsupportedModelError
 from conversion.families.decoder import decoder_rules
+from conversion.families.deepseek_v3 import DEEPSEEK_V3
 from conversion.families.family import Family
+from conversion.families.gemma import GEMMA2, GEMMA3
 from conversion.families.glm4_moe import GLM4_MOE
 from conversion.families.llama import LLAMA, MISTRAL
+from conversion.families.minimax_m2 import MINIMAX_M2
+from conversion.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from conversion.geometry import ModelGeometry
 from conversion.mapping import Rule
 
@@ -20,7 +24,8 @@ __all__ = [
     "rules_for",
 ]
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (LLAMA, MISTRAL, GLM4_MOE)}
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, MINIMAX_M2, GEMMA2, GEMMA3)
+FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}
 
 
 class UnknownFamilyError(ValueError):

@@ -34,9 +34,18 @@ class ConfigReader:
         values = (self._config.get(name) for name in (key, *aliases))
         return next((value for value in values if value is not None), default)
 
-    def given(self, key: str) -> bool:
-        """Whether the key is there, be it null."""
-        return key in self._config
+    def nullable(self, key: str, default: Any) -> Any:
+        """The value of `key`, where null means "off" and only an absent key takes the default."""
+        self._read.add(key)
+        return self._config.get(key, default)
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """A dictionary, empty where the key is absent or null."""
+        value = self.get(key, {})
+        if isinstance(value, dict):
+            return value
+        self.refuse(f"{key} is {value!r}, it must be an object")
+        return {}
 
     def size(self, key: str, *aliases: str, default: int | None = None) -> int:
         """A positive whole number, required where it has no default. Returns 1 after recording a fault."""

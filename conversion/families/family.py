@@ -39,14 +39,16 @@ def read_decoder(
     head_dim: int,
     norm_eps: float = 1e-6,
     tie_embeddings: bool = False,
+    hidden_act: str = "silu",
     **family: Any,
 ) -> ModelGeometry:
-    """The fields that all decoders have; `norm_eps` and `tie_embeddings` are the defaults of the config class.
+    """The fields that all decoders have, and `family`: further fields of ModelGeometry.
 
-    `family` are further fields of ModelGeometry; they win.
+    `norm_eps` and `tie_embeddings` are the defaults of the family's config class, `hidden_act` is what it supports.
     """
     config.only("attention_dropout", 0.0)
-    config.only("hidden_act", "silu")
+    config.only("is_encoder_decoder", False)
+    config.only("hidden_act", hidden_act)
     common: dict[str, Any] = {
         "architecture": config.architecture,
         "num_layers": config.size("num_hidden_layers"),

@@ -22,11 +22,12 @@ def _read_llama(config: ConfigReader) -> ModelGeometry:
 
 def _read_mistral(config: ConfigReader) -> ModelGeometry:
     head_dim = read_head_dim(config)
-    # Absent means 4096, null means that every token sees all before it.
-    window = config.get("sliding_window", None if config.given("sliding_window") else 4096)
-    types = ["sliding_attention"] * config.size("num_hidden_layers")
+    sliding = ["sliding_attention"] * config.size("num_hidden_layers")
     return read_decoder(
-        config, head_dim=head_dim, rope=read_rope(config, head_dim), **read_sliding(config, window, types)
+        config,
+        head_dim=head_dim,
+        rope=read_rope(config, head_dim),
+        **read_sliding(config, config.nullable("sliding_window", 4096), sliding),
     )
 
 

@@ -13,6 +13,8 @@ def read_grouped_sigmoid_moe(
     first_moe = config.get("first_k_dense_replace", dense_layers)
     width = config.size("moe_intermediate_size")
     groups, top_k = config.size("n_group", default=num_groups), config.size("num_experts_per_tok")
+    if first_moe >= num_layers:
+        config.refuse(f"first_k_dense_replace {first_moe} leaves none of {num_layers} layers with routed experts")
     if num_experts % groups:
         config.refuse(f"n_routed_experts {num_experts} is not a multiple of n_group {groups}")
     if top_k > num_experts:

@@ -37,7 +37,7 @@ def read_rope(
         may_be_partial: whether the family supports a share below 1.
         interleaved: see RopeGeometry.
     """
-    new_style, old_style = config.get("rope_parameters", {}), config.get("rope_scaling", {})
+    new_style, old_style = config.mapping("rope_parameters"), config.mapping("rope_scaling")
     beside = {
         "rope_theta": config.get("rope_theta", theta),
         "partial_rotary_factor": config.get("partial_rotary_factor", partial),
@@ -63,6 +63,9 @@ def rope_from_parameters(
         config.refuse(
             f"partial_rotary_factor is {partial}, supported: {'0 < factor <= 1' if may_be_partial else '1.0'}"
         )
+    rotary_dim = int(width * partial)
+    if rotary_dim % 2:
+        config.refuse(f"{rotary_dim} dims of a head are rotated, the number must be even")
     alias = scaling.pop("type", "default")
     rope_type = scaling.pop("rope_type", alias)
     if rope_type not in _SCALING_KEYS:
@@ -70,13 +73,13 @@ def rope_from_parameters(
     else:
         for key in sorted(scaling.keys() - _SCALING_KEYS[rope_type]):
             config.refuse(f"rope parameter {key} = {scaling[key]!r} is not known to rope_type {rope_type!r}")
-        if rope_type != "default" and "factor" not in scaling:
-            config.refuse(f"rope_type {rope_type!r} needs a factor")
+        if rope_type != "default" and not isinstance(scaling.get("factor"), int | float):
+            config.refuse(f"rope_type {rope_type!r} needs a number as its factor, found {scaling.get('factor')!r}")
     if rope_type in ("llama3", "yarn"):
         scaling.setdefault("original_max_position_embeddings", config.size("max_position_embeddings"))
     return RopeGeometry(
         theta=theta,
-        rotary_dim=int(width * partial),
+        rotary_dim=rotary_dim,
         interleaved=interleaved,
         scaling=None if rope_type == "default" else {"rope_type": rope_type, **scaling},
     )
