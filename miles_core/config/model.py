@@ -17,7 +17,7 @@ class RandomModelConfig(Section):
     num_layers: int = Field(2, ge=2, le=64)
     """Decoder layers, MTP layers not counted."""
     num_dense_layers: int = Field(1, ge=0)
-    """How many of the first layers have a dense MLP."""
+    """How many of the first layers have a dense MLP; fewer than `num_layers`."""
     hidden_size: int = Field(64, ge=16, multiple_of=8)
     """Width of the residual stream."""
     num_heads: int = Field(4, ge=1)
@@ -47,8 +47,10 @@ class RandomModelConfig(Section):
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k {self.top_k} is larger than num_experts {self.num_experts}")
-        if self.num_dense_layers > self.num_layers:
-            raise ValueError(f"num_dense_layers {self.num_dense_layers} is larger than num_layers {self.num_layers}")
+        if self.num_dense_layers >= self.num_layers:
+            raise ValueError(
+                f"num_dense_layers {self.num_dense_layers} must be smaller than num_layers {self.num_layers}"
+            )
         return self
 
 
