@@ -144,7 +144,7 @@ class ArtifactStore:
         names = list_files(folder) if folder.is_dir() else []
         missing = [path for path in outputs.values() if not (folder / path).exists()]
         if not names or missing:
-            found = f"outputs {missing} are missing" if missing else "nothing was written"
+            found = f"outputs {missing} are missing" if names else "nothing was written"
             raise StoreError(f"{stage} can not finish {self._uri(kind, key)}: {found} in {str(folder)!r}")
         entries = [
             entry.model_copy(update={"volatile": any(fnmatch(entry.name, pattern) for pattern in volatile)})

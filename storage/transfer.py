@@ -258,7 +258,8 @@ def _receive(
             sha256 = hashlib.sha256()
             while block := file.read(2**20):
                 sha256.update(block)
-            meter.add(resume, entry.name)
+            if resume:
+                meter.add(resume, entry.name)
             for start, _ in plan.ranges():
                 if start >= resume:
                     data = next(received)
