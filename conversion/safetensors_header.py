@@ -45,7 +45,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str  # torch's name, e.g. "bfloat16"
-    file: str  # name of the file in its folder
+    file: str  # name of the file in its folder; empty where the tensor is still to be written
     offset: int = 0  # of the first byte in that file
 
     @property

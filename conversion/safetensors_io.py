@@ -1,6 +1,6 @@
 """Hugging Face checkpoint folders: reading tensor by tensor, writing shard by shard.
 
-Reading maps files into memory and copies nothing. Writing holds little in memory, and the folder looks complete only
+Reading maps a tensor's bytes and copies nothing. Writing holds little in memory, and the folder looks complete only
 after `close`: shards have temporary names until then, and the file that makes the folder loadable
 (model.safetensors.index.json, or model.safetensors alone) comes last.
 """
@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import shutil
-import warnings
+from collections.abc import Collection, Set
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
@@ -46,29 +46,24 @@ _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin.index.json"
 
 
 class SafetensorsFolder:
-    """A complete checkpoint, opened for reading; raises as `read_headers` does.
+    """A complete checkpoint, opened for reading; raises as `read_headers` does. Reading is thread-safe.
 
-    Only the shard read last stays mapped, so resident memory stays below one shard when tensors are read in order.
+    Each tensor maps its own bytes, so resident memory follows the tensors in use and not the shards.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self._specs = read_headers(self.folder)
-        self._mapped: tuple[str, mmap.mmap] | None = None
 
     def __enter__(self) -> SafetensorsFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Forgets the mapped shard; tensors already read stay valid."""
-        self._mapped = None  # unmapped with the last tensor that views it
+        """Nothing stays open between reads."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Tensor names, in the order of the files."""
+        """Tensor names, in the order of files and offsets."""
         return tuple(self._specs)
 
     @property
@@ -82,27 +77,21 @@ class SafetensorsFolder:
         return self._specs[name]
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor as a read-only view of its file; its storage holds nothing else."""
+        """The tensor as a view of its file, copied only where written to; its storage holds nothing else."""
         import torch
 
         spec = self.spec(name)
         dtype = getattr(torch, spec.dtype)
         if spec.nbytes == 0:
             return torch.empty(spec.shape, dtype=dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # we promise not to write
-            flat = torch.frombuffer(self._map(spec.file), dtype=torch.uint8, count=spec.nbytes, offset=spec.offset)
+        skip = spec.offset % mmap.ALLOCATIONGRANULARITY
+        with (self.folder / spec.file).open("rb") as file:
+            # Copy on write: torch wants writable memory, and the file is safe from writes all the same.
+            mapped = mmap.mmap(file.fileno(), skip + spec.nbytes, access=mmap.ACCESS_COPY, offset=spec.offset - skip)
+        flat = torch.frombuffer(mapped, dtype=torch.uint8, count=spec.nbytes, offset=skip)
         if spec.offset % dtype.itemsize:
             flat = flat.clone()  # the format does not promise alignment
         return flat.view(dtype).reshape(spec.shape)
-
-    def _map(self, file: str) -> mmap.mmap:
-        mapped = self._mapped
-        if mapped is None or mapped[0] != file:
-            with (self.folder / file).open("rb") as opened:
-                mapped = (file, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-            self._mapped = mapped
-        return mapped[1]
 
 
 class SafetensorsWriter:
@@ -138,6 +127,11 @@ class SafetensorsWriter:
             self.close()
         else:
             self.abort()
+
+    @property
+    def names(self) -> Set[str]:
+        """What has been written."""
+        return self._shard_of.keys()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Takes the tensor over: it must not change afterwards. Raises `CheckpointError` for a name given twice."""
@@ -215,16 +209,18 @@ class SafetensorsWriter:
         self._pending.clear()
 
 
-def copy_side_files(src: Path, dst: Path) -> list[str]:
+def copy_side_files(src: Path, dst: Path, leave: Collection[str] = ()) -> list[str]:
     """Copies all that is neither weights nor a weight index: config, generation config, tokenizer, chat templates.
 
-    Hidden files and folders stay behind. Returns the copied paths, relative to `src`, sorted.
+    Hidden files and folders stay behind; so do files named in `leave`, and a manifest, which would declare `dst`
+    complete. Returns the copied paths, relative to `src`, sorted.
     """
+    stay = {*leave, "MANIFEST.json"}
     copied = []
     for root, folders, files in os.walk(src):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         for file in files:
-            if file.startswith(".") or file.endswith(_WEIGHT_SUFFIXES + PICKLE_SUFFIXES):
+            if file.startswith(".") or file in stay or file.endswith(_WEIGHT_SUFFIXES + PICKLE_SUFFIXES):
                 continue
             relative = (Path(root) / file).relative_to(src)
             target = dst / relative
