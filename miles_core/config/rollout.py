@@ -22,6 +22,21 @@ class SamplingConfig(Section):
     """Token ids that end a response besides the tokenizer's end-of-sequence tokens."""
 
 
+class SglangConfig(Section):
+    """The SGLang server of each engine (rollout.engine=sglang)."""
+
+    server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Arguments of `sglang.launch_server`, with underscores and without dashes: {"mem_fraction_static": 0.5}."""
+    requests_per_call: int = Field(32, ge=1)
+    """Responses asked for in one HTTP call; what is lost, and asked for again, when a server dies."""
+    max_calls: int = Field(64, ge=1)
+    """HTTP calls in flight at once."""
+    startup_timeout: float = Field(600.0, gt=0)
+    """Seconds until a server must answer; the first start of a kernel backend compiles."""
+    max_restarts: int = Field(3, ge=0)
+    """How often a server that died is started again over the run."""
+
+
 class RolloutConfig(Section):
     """One rollout is `batch_size` prompts times `n_samples_per_prompt` responses."""
 
@@ -41,6 +56,8 @@ class RolloutConfig(Section):
     """Prompts sampled at once under dynamic sampling; null takes `batch_size`."""
     max_sampling_rounds: int = Field(10, ge=1)
     """Dynamic sampling ends the run with an error when so many rounds did not fill a batch."""
+    sglang: SglangConfig = SglangConfig()
+    """Settings of SGLang servers."""
     num_engines: int = Field(1, ge=1)
     """Rollout engines; groups are shared out between them."""
     max_batch_tokens: int = Field(65536, ge=256)
