@@ -27,15 +27,15 @@ def build_train_batches(
     batch = [_without_advantages(s, config) for s in samples]
     algorithm = config.algorithm
     if config.steps_per_rollout > 1 or algorithm.kl_coef > 0:
-        batch = [
-            replace(b, old_log_probs=lp) for b, lp in zip(batch, trainer.log_probs(batch, "policy"), strict=True)
-        ]
+        batch = [replace(b, old_log_probs=lp) for b, lp in zip(batch, trainer.log_probs(batch, "policy"), strict=True)]
     if algorithm.needs_reference:
         batch = [
             replace(b, ref_log_probs=lp) for b, lp in zip(batch, trainer.log_probs(batch, "reference"), strict=True)
         ]
-    views = [SampleView(s.index, s.reward, b.loss_mask, b.old_log_probs, b.ref_log_probs)
-             for s, b in zip(samples, batch, strict=True)]
+    views = [
+        SampleView(s.index, s.reward, b.loss_mask, b.old_log_probs, b.ref_log_probs)
+        for s, b in zip(samples, batch, strict=True)
+    ]
     size = config.rollout.n_samples_per_prompt
     advantages = compute_advantages(algorithm, [views[i : i + size] for i in range(0, len(views), size)])
     batch = [replace(b, advantages=a) for b, a in zip(batch, advantages, strict=True)]

@@ -76,6 +76,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Score:
+    """What a scorer says of one response."""
+
+    value: float  # the reward
+    answer_found: bool = True  # False: the response holds no answer, which is counted apart from a wrong one
+
+
+@dataclass(frozen=True)
 class SampleGroup:
     """All responses to one prompt."""
 

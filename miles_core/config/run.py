@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from miles_core.config.algorithm import AlgorithmConfig
 from miles_core.config.base import Section
 from miles_core.config.data import DataConfig, RewardConfig
+from miles_core.config.faults import FaultsError
 from miles_core.config.model import ModelConfig, QuantizeConfig
 from miles_core.config.rollout import RolloutConfig
 from miles_core.config.trainer import TrainerConfig
@@ -148,7 +149,7 @@ class RunConfig(Section):
         if self.data.prompts is not None and self.data.eval_prompts is None:
             faults.append("data.prompts needs data.eval_prompts, the held-out set that the evaluation scores")
         if faults:
-            raise ValueError("; ".join(faults))
+            raise FaultsError(faults)
         return self
 
 

@@ -20,7 +20,9 @@ def encode_weights(
         else:
             yield name, tensor
     if missing:
-        raise WeightSyncError(f"the trainer never sent {len(missing)} quantized tensors, among them {sorted(missing)[0]}")
+        raise WeightSyncError(
+            f"the trainer never sent {len(missing)} quantized tensors, among them {sorted(missing)[0]}"
+        )
 
 
 def check_digests(sent: Mapping[str, str], held: Mapping[str, str], engine: str) -> None:
