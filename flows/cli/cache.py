@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal
 from rich.table import Table
-from storage.store import ArtifactStore
 
 from flows.cli.options import Json, err, out, print_json
+from storage.store import ArtifactStore
 
 app = typer.Typer(no_args_is_help=True, help="List and remove artifacts.")
 

@@ -1,10 +1,10 @@
 """`miles config`: what can be set, what a preset sets, and whether a configuration is sound."""
 
 import typer
-from miles_core.config.load import describe_fields, load_config, preset_names
 from rich.table import Table
 
 from flows.cli.options import ConfigFile, Json, Overrides, Preset, checked_config, faults_shown, out, print_json
+from miles_core.config.load import describe_fields, load_config, preset_names
 
 app = typer.Typer(no_args_is_help=True, help="Show, explain and validate configurations.")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from miles_core.config.load import ConfigError, load_config
 from rich.console import Console
 
+from miles_core.config.load import ConfigError, load_config
 from miles_core.config.run import RunConfig
 
 out = Console(highlight=False)

@@ -23,12 +23,11 @@ def run(
     first = _stage(from_stage) if from_stage else None
     loaded = checked_config(preset, config, set_)
 
+    from flows.direct import run_here
     from tasks.progress import show_progress
 
-    from flows.post_training import miles
-
     with show_progress(quiet=json):
-        summary = miles(loaded, refresh=stages, from_stage=first)
+        summary = run_here(loaded, stages, first)
     if json:
         print_json(summary.model_dump(mode="json"))
     else:
