@@ -1,0 +1,1 @@
+"""From files and generators to tokenized prompts: rows -> tokenization -> dataset -> source."""
