@@ -23,7 +23,7 @@ class Correction(NamedTuple):
 
     weights: Tensor  # multiplies the policy loss
     ratio: Tensor  # importance ratio before any bound
-    clipped: Tensor  # bool: the weight is not the ratio
+    clipped: Tensor  # bool: a bound changed the weight
     rejected: Tensor  # bool, trainable tokens only
 
 
