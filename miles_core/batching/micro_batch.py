@@ -1,0 +1,169 @@
+"""The tensors of one forward pass, padded or packed, with every per-token field at its logits position.
+
+Two samples, [p0 p1 r0] and [p0 p1 r0 r1] (P = 2), as flat hidden states that the model returns:
+
+    padded  [4, 2] = [length, rows], read row by row:     packed [7, 1]:
+        flat   0  1  2  3  4  5  6  7                         flat   0  1  2  3  4  5  6
+        sample 0  1  0  1  0  1  -  1                         sample 0  0  0  1  1  1  1
+        token  p0 p0 p1 p1 r0 r0 .  r1                        token  p0 p1 r0 p0 p1 r0 r1
+        scores       r0 r0    r1                              scores    r0       r0 r1
+
+The state at a token scores the token after it, so `logit_positions` is [2, 3, 5] or [1, 4, 5] for `targets`
+[r0, r0, r1], which are the response tokens of the samples in order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from miles_core.batching.sharding import MicroBatchPlan
+from miles_core.types import TrainSample
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where the sequences lie that were laid end to end; padding at the end counts as one more sequence."""
+
+    offsets: Tensor  # int32 [n + 1], offsets[i] is the first token of sequence i, the last one is the total length
+    longest: int
+    rows: Tensor  # int64 [n, longest], flat token of each place of the padded layout; 0 where a sequence has ended
+    places: Tensor  # int64 [total], the inverse: flat place in `rows` of each token
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass. B x S tokens, of which N are response tokens of n samples. B = 1 where packed."""
+
+    samples: tuple[int, ...]  # positions in the batch, in order
+    response_lengths: tuple[int, ...]  # of each sample; they add up to N
+    tokens: Tensor  # int64 [B, S]
+    packed: PackedLayout | None
+    fed_rows: Tensor  # int64 [sum(T_i - 1)], flat place of each sample's tokens but the last, which predicts nothing
+    logit_positions: Tensor  # int64 [N], flat
+    targets: Tensor  # int64 [N]
+    sequence_ids: Tensor  # int64 [N], which sample, counted within this micro-batch
+    loss_mask: Tensor  # bool [N]
+    loss_weights: Tensor  # float32 [N]
+    advantages: Tensor  # float32 [N]
+    rollout_log_probs: Tensor  # float32 [N]
+    old_log_probs: Tensor | None  # float32 [N]
+    ref_log_probs: Tensor | None  # float32 [N]
+    routed_experts: Tensor | None = None  # int16 [S * B, layers, top_k], flat; see routing_replay/alignment.py
+
+    def to(self, device: torch.device) -> Self:
+        """A copy on `device`."""
+
+        return _moved(self, device)
+
+    def split(self, per_token: Tensor) -> list[Tensor]:
+        """Values of the response tokens [N] as one tensor [R] for each sample."""
+        return list(per_token.split(self.response_lengths))
+
+
+def _moved(record: Any, device: torch.device) -> Any:
+    """A copy of a dataclass with its tensors, and those of dataclasses in it, on `device`."""
+    changes = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if is_dataclass(value):
+            changes[field.name] = _moved(value, device)
+        elif isinstance(value, Tensor):
+            changes[field.name] = value.to(device)
+    return replace(record, **changes)
+
+
+def build_micro_batch(
+    batch: Sequence[TrainSample], plan: MicroBatchPlan, *, packing: bool, length_multiple: int = 1
+) -> MicroBatch:
+    """Lays out the samples of `plan`. Its shape is that of the largest rank, so that ranks can exchange tokens.
+
+    Args:
+        batch: the whole batch; `plan` holds positions in it.
+        plan: which samples, and the common shape.
+        packing: end to end, or one row each.
+        length_multiple: S is a multiple of this (tensor-parallel ranks share the sequence evenly).
+
+    Raises:
+        ValueError: a response starts at the first token, so that nothing scores it; or only some of the samples have
+            old or reference log-probs.
+    """
+    samples = [batch[i] for i in plan.samples]
+    for sample in samples:
+        if sample.response_length == len(sample.tokens):
+            raise ValueError(
+                f"sample {sample.index} has no prompt token: nothing scores its first response token; "
+                "give every prompt at least one token"
+            )
+    lengths = [len(s.tokens) for s in samples]
+    if packing:
+        rows, length = 1, _round_up(plan.total_length, length_multiple)
+        starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[:-1]
+        index = [(np.zeros(n, dtype=np.int64), start + np.arange(n)) for n, start in zip(lengths, starts, strict=True)]
+    else:
+        rows, length = plan.rows, _round_up(plan.row_length, length_multiple)
+        index = [(np.full(n, row, dtype=np.int64), np.arange(n)) for row, n in enumerate(lengths)]
+
+    tokens = np.zeros((rows, length), dtype=np.int64)
+    fed_rows, logit_positions = [], []
+    for sample, (row, column) in zip(samples, index, strict=True):
+        tokens[row, column] = sample.tokens
+        flat = column * rows + row
+        fed_rows.append(flat[:-1])
+        first = len(sample.tokens) - sample.response_length
+        logit_positions.append(flat[first - 1 : len(flat) - 1])
+
+    return MicroBatch(
+        samples=plan.samples,
+        response_lengths=tuple(s.response_length for s in samples),
+        tokens=torch.from_numpy(tokens),
+        packed=_packed_layout(lengths, length) if packing else None,
+        fed_rows=_join(fed_rows, np.int64),
+        logit_positions=_join(logit_positions, np.int64),
+        targets=_join([s.tokens[len(s.tokens) - s.response_length :] for s in samples], np.int64),
+        sequence_ids=_join([np.full(s.response_length, i) for i, s in enumerate(samples)], np.int64),
+        loss_mask=_join([s.loss_mask for s in samples], np.bool_),
+        loss_weights=_join([s.loss_weights for s in samples], np.float32),
+        advantages=_join([s.advantages for s in samples], np.float32),
+        rollout_log_probs=_join([s.rollout_log_probs for s in samples], np.float32),
+        old_log_probs=_join_optional(samples, "old_log_probs"),
+        ref_log_probs=_join_optional(samples, "ref_log_probs"),
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _packed_layout(lengths: Sequence[int], total: int) -> PackedLayout:
+    padding = total - sum(lengths)
+    lengths = [*lengths, padding] if padding else list(lengths)
+    longest = max(lengths)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    rows = np.zeros((len(lengths), longest), dtype=np.int64)
+    places = np.empty(total, dtype=np.int64)
+    for i, (start, n) in enumerate(zip(offsets, lengths, strict=False)):
+        rows[i, :n] = start + np.arange(n)
+        places[start : start + n] = i * longest + np.arange(n)
+    return PackedLayout(
+        offsets=torch.from_numpy(offsets.astype(np.int32)),
+        longest=longest,
+        rows=torch.from_numpy(rows),
+        places=torch.from_numpy(places),
+    )
+
+
+def _join(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(p) for p in parts] or [np.empty(0)]).astype(dtype))
+
+
+def _join_optional(samples: Sequence[TrainSample], field: str) -> Tensor | None:
+    values = [getattr(s, field) for s in samples]
+    if all(v is None for v in values):
+        return None
+    if missing := [s.index for s, v in zip(samples, values, strict=True) if v is None]:
+        raise ValueError(f"{field}: samples {missing} have none while others of the same batch do; give all or none")
+    return _join(values, np.float32)

@@ -1,0 +1,87 @@
+"""Core attention by torch's scaled_dot_product_attention, for every layout and head width that we train.
+
+megatron-core's own local attention takes neither packed sequences, nor keys and values of different widths (latent
+attention), nor caps on its scores.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.nn import functional as F
+
+from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig
+from miles_core.trainer.megatron.packing import PackedSequences, from_rows, to_rows
+
+
+class CoreAttention(MegatronModule):
+    """softmax(q k^T * scale) v, causal, each sequence for itself; grouped queries share their group's key and value.
+
+    Shapes, padded: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads * dv].
+    Packed: q [t, heads, d], k [t, groups, d], v [t, groups, dv] -> [t, heads * dv].
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig | LatentDecoderConfig,
+        layer_number: int,
+        softmax_scale: float | None = None,
+        **unused: Any,  # mask type, attention type, channel widths: known from the tensors, or always the same
+    ) -> None:
+        super().__init__(config=config)
+        geometry = config.geometry
+        assert geometry is not None
+        self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(geometry.head_dim)
+        self.softcap = geometry.attention_softcap
+        layer = min(layer_number, geometry.num_layers) - 1  # Megatron counts from 1; MTP layers are like the last one
+        slides = bool(geometry.is_sliding_layer) and geometry.is_sliding_layer[layer]
+        self.window = geometry.sliding_window if slides else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedSequences | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        if packed_seq_params is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        layout = packed_seq_params.layout
+        assert layout is not None
+        q, k, v = (to_rows(x, layout).transpose(1, 2) for x in (query, key, value))
+        return from_rows(self._attend(q, k, v).transpose(1, 2).flatten(2), layout)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """All [b, heads or groups, s, width]."""
+        length = q.shape[2]
+        window = self.window if self.window is not None and self.window < length else None
+        if self.softcap is not None:
+            return _capped_attention(q, k, v, self.scale, self.softcap, _mask(length, window, q.device))
+        mask = _mask(length, window, q.device) if window is not None else None
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+        )
+
+
+@functools.lru_cache(maxsize=8)
+def _mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """bool [length, length], True where the query (row) sees the key: itself and the `window` - 1 tokens before it."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)
+
+
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, mask: Tensor) -> Tensor:
+    """Scores pass cap * tanh(score / cap) before the mask (Gemma 2)."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = cap * torch.tanh(q @ k.transpose(-1, -2) * scale / cap)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32)
+    return weights.to(v.dtype) @ v

@@ -1,0 +1,109 @@
+"""Log-probs of response tokens from hidden states, without ever holding all logits.
+
+A vocabulary of 150 thousand times 32 thousand tokens would be 20 GB in fp32. So logits are made for `CHUNK` tokens at a
+time and made again in the backward pass.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 1024  # tokens
+
+
+def token_log_probs(
+    hidden: Tensor,
+    output_weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    vocab_size: int,
+    logit_softcap: float | None = None,
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(hidden @ weight^T / temperature)[target] in fp32, differentiable, with any tensor-parallel layout.
+
+    Args:
+        hidden: [N, hidden], the same on all tensor-parallel ranks.
+        output_weight: [V / t, hidden], this rank's rows; rows from `vocab_size` on are padding.
+        targets: int64 [N], in [0, vocab_size).
+        temperature: of the rollout; divides the logits before the softmax.
+        vocab_size: true size of the vocabulary.
+        logit_softcap: logits pass cap * tanh(logit / cap) first (Gemma 2).
+        with_entropy: also give the entropy of each distribution.
+
+    Returns:
+        log-probs fp32 [N], entropy fp32 [N] or None.
+    """
+
+    def rows(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = torch.nn.functional.linear(hidden, output_weight).float()
+        if logit_softcap is not None:
+            logits = logit_softcap * torch.tanh(logits / logit_softcap)
+        return _VocabularyParallel.apply(logits / temperature, targets, vocab_size, with_entropy)
+
+    if len(targets) <= CHUNK:
+        return rows(hidden, targets)
+    parts = [
+        checkpoint(rows, h, t, use_reentrant=False)
+        for h, t in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
+    ]
+    log_probs, entropies = zip(*parts, strict=True)
+    return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+
+
+class _VocabularyParallel(torch.autograd.Function):
+    """Log-prob and entropy from logits of which each tensor-parallel rank has a range of the vocabulary.
+
+    With p = softmax: d log p[target] / d logit_v = [v = target] - p_v, and d H / d logit_v = -p_v (log p_v + H).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        size = logits.shape[-1]
+        first = parallel_state.get_tensor_model_parallel_rank() * size
+        if first + size > vocab_size:
+            logits = logits.clone()
+            logits[:, max(vocab_size - first, 0) :] = -torch.inf
+        largest = _reduce(logits.amax(-1), dist.ReduceOp.MAX)
+        shifted = logits - largest.unsqueeze(-1)
+        exponentials = shifted.exp()
+        total = _reduce(exponentials.sum(-1))
+        local = targets - first
+        is_here = (local >= 0) & (local < size)
+        local = local.clamp(0, size - 1)
+        picked = _reduce(torch.where(is_here, shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0))
+        log_total = total.log()
+        probs = exponentials / total.unsqueeze(-1)
+        entropy = None
+        if with_entropy:  # H = log sum exp - sum p * logit; 0 * log 0 counts as 0
+            entropy = log_total - _reduce((probs * shifted.clamp(min=torch.finfo(torch.float32).min)).sum(-1))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(probs, local, is_here, shifted if with_entropy else None, log_total, entropy)
+        return picked - log_total, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor, None, None, None]:
+        probs, local, is_here, shifted, log_total, entropy = ctx.saved_tensors
+        if grad_log_prob is None:
+            grad_log_prob = torch.zeros_like(log_total)
+        grad = probs * -grad_log_prob.unsqueeze(-1)
+        grad.scatter_add_(-1, local.unsqueeze(-1), torch.where(is_here, grad_log_prob, 0.0).unsqueeze(-1))
+        if entropy is not None and grad_entropy is not None:
+            log_probs = (shifted - log_total.unsqueeze(-1)).clamp(min=torch.finfo(torch.float32).min)
+            grad -= probs * (log_probs + entropy.unsqueeze(-1)) * grad_entropy.unsqueeze(-1)
+        return grad, None, None, None
+
+
+def _reduce(value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        dist.all_reduce(value, op=op, group=parallel_state.get_tensor_model_parallel_group())
+    return value

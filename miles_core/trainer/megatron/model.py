@@ -1,0 +1,83 @@
+"""The policy as a megatron-core GPTModel."""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from miles_core.batching.micro_batch import MicroBatch
+from miles_core.device import current_device
+from miles_core.trainer.megatron.layer_spec import decoder_spec, mtp_spec
+from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig
+from miles_core.trainer.megatron.packing import packed_sequences
+from miles_core.trainer.megatron.rope import inverse_frequencies
+
+
+class PolicyModel(GPTModel):
+    """GPTModel that ends with the hidden states: logits are made for response tokens only, a chunk at a time.
+
+    MTP layers are held and saved, and frozen; their forward is not run.
+    """
+
+    def __init__(self, config: DecoderConfig | LatentDecoderConfig, *, mtp_num_layers: int) -> None:
+        geometry = config.geometry
+        assert geometry is not None
+        last_stage = parallel_state.is_pipeline_last_stage()
+        tensor_size = config.tensor_model_parallel_size
+        super().__init__(
+            config=config,
+            transformer_layer_spec=decoder_spec(config, geometry),
+            # Tensor-parallel ranks hold equal parts of the vocabulary; what is padded on is cut off again everywhere.
+            vocab_size=-(-geometry.vocab_size // tensor_size) * tensor_size,
+            max_sequence_length=geometry.max_position,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=last_stage,
+            share_embeddings_and_output_weights=geometry.tie_embeddings,
+            position_embedding_type="rope",
+            rotary_base=geometry.rope.theta,
+            mtp_block_spec=mtp_spec(geometry, mtp_num_layers) if mtp_num_layers and last_stage else None,
+        )
+        self.geometry = geometry
+        if geometry.mla is None:
+            self.rotary_pos_emb.inv_freq = inverse_frequencies(geometry.rope).to(current_device())
+        if self.mtp_process:
+            self.mtp.requires_grad_(False)
+
+    def run(self, micro_batch: MicroBatch) -> Tensor:
+        """Hidden states [S, B, hidden] of the decoder's last layer of this stage, final norm included on the last one.
+
+        With sequence parallelism S is this rank's part.
+        """
+        return self(
+            input_ids=micro_batch.tokens,
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=packed_sequences(micro_batch.packed),
+        )
+
+    def output_inputs(self, hidden: Tensor) -> Tensor:
+        """Hidden states [S * B, hidden], whole on each tensor-parallel rank, to be multiplied with `output_weight`."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden)
+        return hidden.flatten(0, 1)
+
+    def output_weight(self) -> Tensor:
+        """This rank's rows of the output layer, [vocabulary / tensor-parallel size, hidden]."""
+        return self.shared_embedding_or_output_weight() if self.geometry.tie_embeddings else self.output_layer.weight
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        hidden, *rest = super()._preprocess(*args, **kwargs)
+        if hidden is not None and self.geometry.embedding_scale != 1:
+            hidden = hidden * torch.tensor(self.geometry.embedding_scale, dtype=hidden.dtype)
+        return hidden, *rest
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states

@@ -1,0 +1,80 @@
+"""AdamW with fp32 master weights by megatron-core; learning rate, clipping and refusal of bad steps are ours."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from miles_core.config.trainer import TrainerConfig
+from miles_core.trainer.megatron.cpu import cuda_type_names
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What became of one step."""
+
+    grad_norm: float  # over all ranks, before clipping
+    lr: float
+    applied: bool
+
+
+class PolicyOptimizer:
+    """One optimizer step from the gradients that the backward passes left in the model's buffers."""
+
+    def __init__(self, model: DistributedDataParallel, config: TrainerConfig) -> None:
+        self._config = config.optimizer
+        bf16 = config.precision == "bf16"
+        with cuda_type_names():
+            self.megatron: ChainedOptimizer = get_megatron_optimizer(
+                OptimizerConfig(
+                    optimizer="adam",
+                    lr=self._config.lr,
+                    weight_decay=self._config.weight_decay,
+                    adam_beta1=self._config.beta1,
+                    adam_beta2=self._config.beta2,
+                    adam_eps=self._config.eps,
+                    bf16=bf16,
+                    params_dtype=torch.bfloat16 if bf16 else torch.float32,
+                    clip_grad=0.0,  # megatron-core clips CUDA tensors only; `_clip` clips any
+                ),
+                [model],
+                use_gloo_process_groups=False,
+            )
+        self.steps = 0  # applied so far
+
+    def learning_rate(self) -> float:
+        """Of the next step: rises linearly over `warmup_steps`, then stays."""
+        warmup = self._config.warmup_steps
+        return self._config.lr * min(1.0, (self.steps + 1) / warmup) if warmup else self._config.lr
+
+    def step(self) -> StepResult:
+        """Clips and applies the gradients, or leaves the weights as they are where a gradient is not finite."""
+        lr = self.learning_rate()
+        self.megatron.prepare_grads()
+        grad_norm = self.megatron.get_grad_norm()
+        if not math.isfinite(grad_norm):
+            return StepResult(grad_norm, lr, applied=False)
+        self._clip(grad_norm)
+        for group in self.megatron.param_groups:
+            group["lr"] = lr
+        self.megatron.step_with_ready_grads()
+        self.steps += 1
+        return StepResult(grad_norm, lr, applied=True)
+
+    def _clip(self, grad_norm: float) -> None:
+        """Scales all gradients so that their common norm is at most `clip_grad`."""
+        limit = self._config.clip_grad
+        if limit and grad_norm > limit:
+            grads = [p.grad for group in self.megatron.param_groups for p in group["params"] if p.grad is not None]
+            torch._foreach_mul_(grads, limit / (grad_norm + 1e-6))
+
+    def load_state_dict(self, state: dict, steps: int) -> None:
+        """Takes over what a checkpoint holds."""
+        self.megatron.load_state_dict(state)
+        self.steps = steps
+        # megatron-core stores Adam's step once, from rank 0, whose stage may have none of a group's parameters.
+        for optimizer in self.megatron.chained_optimizers:
+            for parameter_state in optimizer.state.values():
+                parameter_state["step"] = torch.tensor(float(steps))

@@ -1,0 +1,39 @@
+"""A packed micro-batch as megatron-core passes it through its layers."""
+
+from dataclasses import dataclass
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from miles_core.batching.micro_batch import PackedLayout
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """`PackedSeqParams` (rotary embedding reads it) with the indices that our attention needs."""
+
+    layout: PackedLayout | None = None
+
+
+def packed_sequences(layout: PackedLayout | None) -> PackedSequences | None:
+    """None for a padded micro-batch."""
+    if layout is None:
+        return None
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=layout.offsets,
+        cu_seqlens_kv=layout.offsets,
+        max_seqlen_q=layout.longest,
+        max_seqlen_kv=layout.longest,
+        layout=layout,
+    )
+
+
+def to_rows(packed: Tensor, layout: PackedLayout) -> Tensor:
+    """[total, ...] -> [n, longest, ...]; places after a sequence's end repeat token 0."""
+    return packed.index_select(0, layout.rows.flatten()).unflatten(0, layout.rows.shape)
+
+
+def from_rows(rows: Tensor, layout: PackedLayout) -> Tensor:
+    """The inverse of `to_rows`."""
+    return rows.flatten(0, 1).index_select(0, layout.places)
