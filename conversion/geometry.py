@@ -15,7 +15,7 @@ class RopeGeometry:
     theta: float
     rotary_dim: int  # of each head, the first dims; smaller than head_dim where partial
     interleaved: bool = False  # pairs (0, 1), (2, 3), ... instead of (0, d/2), (1, d/2 + 1), ...
-    scaling: dict[str, Any] | None = None  # rope_scaling / rope_parameters as in config.json, None where plain
+    scaling: dict[str, Any] | None = None  # rope_type ("linear", "llama3", "yarn") and its parameters; None where plain
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class MoeGeometry:
     router_bias: bool  # e_score_correction_bias: added for the choice, not for the weight
     norm_topk: bool  # chosen weights are divided by their sum
     routed_scaling: float = 1.0
-    num_groups: int = 1  # group-limited choice (DeepSeek): the best `topk_groups` of `num_groups` compete
+    num_groups: int = 1  # group-limited choice (DeepSeek): the best `topk_groups` of `num_groups` compete,
+    # a group being as good as the sum of its best two
     topk_groups: int = 1
     shared_ffn_hidden_size: int = 0  # of all shared experts together; 0: none
     shared_gate: bool = False  # Qwen2-MoE: sigmoid gate on the shared expert
@@ -56,7 +57,7 @@ class ModelGeometry:
     hidden_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys; with latent attention qk_nope_head_dim + qk_rope_head_dim
     ffn_hidden_size: int
     vocab_size: int
     max_position: int
@@ -71,15 +72,15 @@ class ModelGeometry:
     moe: MoeGeometry | None = None
     mla: MlaGeometry | None = None
     mtp_num_layers: int = 0  # layers num_layers, num_layers + 1, ... of the checkpoint
-    # Gemma
+    # Gemma, and attention_scale also DeepSeek, and sliding layers also Mistral and Qwen
     sandwich_norms: bool = False  # a norm after attention and after the MLP as well as before
     norm_plus_one: bool = False  # norm multiplies by 1 + weight
     embedding_scale: float = 1.0
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None
     logit_softcap: float | None = None
-    sliding_window: int | None = None
-    is_sliding_layer: tuple[bool, ...] = ()
+    sliding_window: int | None = None  # tokens that sliding layers see, the token itself included; None: no such layer
+    is_sliding_layer: tuple[bool, ...] = ()  # of each decoder layer; empty: none slides
     local_rope_theta: float | None = None  # of sliding layers, where it differs
 
     def is_moe(self, layer: int) -> bool:

@@ -113,7 +113,7 @@ def check_complete(rules: Sequence[Rule], hf_names: Iterable[str], left_out: Col
     Raises:
         ConversionError: lists every unmatched, missing and repeated tensor by name.
     """
-    found = Counter(hf_names)
+    found = Counter(iter(hf_names))  # a mapping given to Counter directly would be read as counts
     required = Counter(name for rule in rules for name in rule.hf)
     optional = Counter(name for rule in rules for name in rule.optional_hf)
     megatron = Counter(rule.megatron for rule in rules)

@@ -44,7 +44,8 @@ class RandomModel:
 def make_random_model(out: Path, **fields: int) -> dict[str, int]:
     """Write config, generation config, fp32 weights and tokenizer to the new or empty folder `out`.
 
-    `fields` are those of RandomModel; equal ones give the same bytes. Weights are normal with standard deviation 0.02, norms 1, biases 0.
+    `fields` are those of RandomModel; equal ones give the same bytes. Weights are normal with standard deviation 0.02,
+    norms 1, biases 0.
 
     Returns:
         The account: number of tensors, of parameters (shared ones once), of bytes of the weights, and of MTP layers.

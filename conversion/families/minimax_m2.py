@@ -18,12 +18,14 @@ def _read(config: ConfigReader) -> ModelGeometry:
     config.only("scoring_func", "sigmoid")
     config.only("use_routing_bias", True)
     config.only("router_jitter_noise", 0.0)
+    config.only("sliding_window", None)
     config.only("shared_intermediate_size", 0)
     config.only("layernorm_full_attention_beta", 1.0)
     config.only("layernorm_linear_attention_beta", 1.0)
     config.only("layernorm_mlp_beta", 1.0)
-    # They announce MTP modules that the checkpoints don't hold; were there any, their tensors would be unmatched.
-    for key in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
+    # What they say of MTP modules, shared experts and dense layers concerns no tensor of the released checkpoints; if
+    # one had such tensors, the conversion would name them as unmatched.
+    for key in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "shared_moe_mode", "mlp_intermediate_size"):
         config.get(key, None)
     rope = read_rope(
         config,

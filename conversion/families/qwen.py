@@ -22,6 +22,7 @@ def _read_sliding_upper_layers(config: ConfigReader) -> dict[str, Any]:
 
 def _read_qwen2(config: ConfigReader) -> ModelGeometry:
     head_dim = read_head_dim(config)
+    config.only("use_mrope", False)  # of the vision models
     return read_decoder(
         config,
         head_dim=head_dim,
