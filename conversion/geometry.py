@@ -13,7 +13,7 @@ class RopeGeometry:
     """Rotary position embedding."""
 
     theta: float
-    rotary_dim: int  # of each head, the first dims; smaller than head_dim where partial
+    rotary_dim: int  # of each head: its first dims; with latent attention all dims of the rope part
     interleaved: bool = False  # pairs (0, 1), (2, 3), ... instead of (0, d/2), (1, d/2 + 1), ...
     scaling: dict[str, Any] | None = None  # rope_type ("linear", "llama3", "yarn") and its parameters; None where plain
 
