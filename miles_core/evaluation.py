@@ -54,7 +54,7 @@ def evaluate(
         max_new_tokens=settings.max_new_tokens or config.rollout.sampling.max_new_tokens,
         stop_token_ids=tuple(tokenizer.stop_token_ids),
     )
-    engine, score = build_engine(config, model_folder), build_scorer(config)
+    engine, score = build_engine(config, model_folder), build_scorer(config, prompts)
     groups: list[SampleGroup] = []
     try:
         for start in range(0, len(prompts), _PROMPTS_PER_CALL):

@@ -73,6 +73,8 @@ def train(spec: TrainSpec, on_metrics: OnMetrics) -> ArtifactRef:
 def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetrics) -> tuple[Path, dict[str, Any]]:
     # Imported here: a spec can be made, and its artifact found, without torch and Ray.
     from conversion.families import geometry_from_config
+    from conversion.quantization.codec import codec_for
+    from conversion.safetensors_header import read_headers
     from miles_core.checkpoint import MARKER, CheckpointFolder
     from miles_core.cluster.rollout_group import RolloutGroup
     from miles_core.cluster.train_group import TrainGroup
@@ -85,6 +87,7 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
     from miles_core.rollout.generate import sampling_params
 
     config = spec.config
+    codec = codec_for(config.quantize.format, config.quantize.group_size)
     model_folder, rollout_folder = store.fetch(spec.model), store.fetch(spec.rollout_model)
     geometry = geometry_from_config(json.loads((rollout_folder / "config.json").read_text()))
     tokenizer = load_tokenizer(rollout_folder)
@@ -115,11 +118,11 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
                 sampling_params(config, tokenizer.stop_token_ids),
                 generate=engines.generate,
                 decode=tokenizer.decode,
-                score=build_scorer(config),
+                score=build_scorer(config, prompts.prompts),
             ),
             trainer=trainer,
             engines=engines,
-            quantized=quantized_names(rollout_folder),
+            quantized=codec.quantized_in(read_headers(rollout_folder)) if codec else frozenset(),
             checkpoints=checkpoints,
             sinks=sinks,
         ).run()
