@@ -57,7 +57,7 @@ def make_random_model(out: Path, **fields: int) -> dict[str, int]:
     import torch
 
     model = RandomModel(**fields)
-    config = _config(model)
+    config = random_config(model)
     geometry = geometry_from_config(config)
     rules = rules_for(geometry, model.num_mtp_layers)
     generator = torch.Generator().manual_seed(model.seed)
@@ -90,7 +90,8 @@ def _initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> t
     return torch.empty(shape).normal_(std=_STD, generator=generator)
 
 
-def _config(model: RandomModel) -> dict[str, Any]:
+def random_config(model: RandomModel) -> dict[str, Any]:
+    """config.json of the model, before it is written. Needs no torch."""
     # Rope in the older keys, which all versions of transformers and of the serving engines read.
     return {
         "architectures": ["Glm4MoeForCausalLM"],
