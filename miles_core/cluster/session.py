@@ -8,6 +8,8 @@ import ray
 
 from miles_core.config.run import ClusterConfig
 
+_START_ATTEMPTS = 3
+
 # Defaults only: what the user has set wins.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -25,15 +27,7 @@ def local_ray(cluster: ClusterConfig) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    ray.init(
-        address="local",
-        num_cpus=cluster.num_cpus,
-        include_dashboard=False,
-        namespace="miles",
-        log_to_driver=False,
-        logging_level="warning",
-        object_store_memory=cluster.object_store_bytes,
-    )
+    _start(cluster)
     try:
         yield
     finally:
@@ -48,6 +42,26 @@ def joined_ray() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _start(cluster: ClusterConfig) -> None:
+    for attempt in range(_START_ATTEMPTS):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=cluster.num_cpus,
+                include_dashboard=False,
+                namespace="miles",
+                log_to_driver=False,
+                logging_level="error",
+                object_store_memory=cluster.object_store_bytes,
+            )
+            return
+        except Exception as error:
+            # Ray gives its own processes 30 s, fixed, which a busy machine can exceed; it raises a bare Exception.
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt + 1 == _START_ATTEMPTS:
+                raise
 
 
 def resolve(reference):  # type: ignore[no-untyped-def]  # Ray's references are generic in name only
