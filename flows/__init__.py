@@ -1,0 +1,3 @@
+"""The flow, and the command line."""
+
+import tasks.environment  # noqa: F401  (before anything imports Prefect)

@@ -1,0 +1,91 @@
+"""A temporary Prefect server, UI included, in a process of its own.
+
+Prefect would start one by itself, but without a UI, and only when its client first needs it, after everything is
+imported; both take seconds. `start` begins at once, so that server and client import side by side.
+"""
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+
+_START_SECONDS = 180  # the first start creates the database
+
+
+class ServerError(RuntimeError):
+    """The temporary Prefect server does not answer."""
+
+
+@dataclass(frozen=True)
+class TemporaryServer:
+    """A server on the database in $PREFECT_HOME. It ends with the process that started it."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+
+    def wait(self) -> None:
+        """Returns when the server answers.
+
+        Raises:
+            ServerError: it ended, or did not answer in time.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise ServerError(f"the temporary Prefect server ended with exit code {self.process.returncode}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=_START_SECONDS):
+                    return
+            except urllib.error.URLError:  # not listening yet
+                time.sleep(0.05)
+        raise ServerError(f"the temporary Prefect server at {self.url} did not answer within {_START_SECONDS} s")
+
+    def stop(self) -> None:
+        """Ends the server before its time."""
+        self.process.terminate()
+        self.process.wait()
+
+
+def start() -> TemporaryServer | None:
+    """Starts a server, unless the environment names one.
+
+    The server's standard input is a pipe that nobody writes to. It ends when the pipe closes: when this process has
+    ended, however it did, after Prefect has sent its last logs and events.
+    """
+    if os.environ.get("PREFECT_API_URL"):
+        return None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # A session of its own: Ctrl-C is for the flow, which still has to tell the server what became of it.
+    command = [sys.executable, "-m", "flows.server", str(port)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    return TemporaryServer(process, f"http://127.0.0.1:{port}/api")
+
+
+def serve(port: int) -> None:
+    """`python -m flows.server PORT`: serves Prefect on the loopback interface until standard input closes."""
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    gc.disable()  # while importing hardly anything becomes garbage, and looking for it costs a second
+    import uvicorn
+    from prefect.server.api.server import create_app
+
+    app = create_app(final=True)
+    gc.enable()
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", lifespan="on")
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -1,0 +1,31 @@
+"""evaluate: what a model scores on held-out prompts, through the rollout engine."""
+
+from pathlib import Path
+from typing import Any
+
+from miles_core.config.run import RunConfig
+from tasks.data_inputs import data_params
+from tasks.stage import StageJob, StageResult, StageSpec, in_work_dir
+
+
+def reads(config: RunConfig) -> dict[str, Any]:
+    """Everything that a score depends on besides the model."""
+    return {
+        **data_params(config, "eval"),
+        "evaluate": config.evaluate.model_dump(mode="json"),
+        "max_new_tokens": config.rollout.sampling.max_new_tokens,
+        "stop_token_ids": config.rollout.sampling.stop_token_ids,
+        "engine": config.rollout.engine,
+        "seed": config.seed,
+    }
+
+
+def evaluate(job: StageJob, out: Path) -> StageResult:
+    """Scores the input `model`; the account is the report."""
+    import miles_core.evaluation as evaluation
+
+    report = evaluation.evaluate(job.config, job.fetch("model"), out, job.progress)
+    return StageResult(report, {"report": evaluation.REPORT_FILE, "samples": evaluation.SAMPLES_FILE})
+
+
+EVALUATE = StageSpec("evaluate", kind="evaluation", version=1, reads=reads, run=in_work_dir(evaluate))
