@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_checkpoints import Tensors, megatron_tensors, read_tensors, same_bits, write_checkpoint, write_folder
 from tiny_models import TINY
 
 from conversion.disk import DiskFullError
-from conversion.families import UnknownFamilyError
+from conversion.families import UnknownFamilyError, geometry_from_config
 from conversion.hf_to_torch_dist import hf_to_torch_dist
 from conversion.mapping import ConversionError
 from conversion.random_model import make_random_model
 from conversion.safetensors_header import CheckpointError
 from conversion.torch_dist_reader import TorchDistFolder, find_checkpoint
 from conversion.torch_dist_to_hf import torch_dist_to_hf
+from conversion.torch_dist_writer import TorchDistWriter
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -77,7 +79,7 @@ def test_folder_holds_what_an_export_and_a_trainer_need(tmp_path):
 
 
 def test_mtp_layers_are_left_out_on_request_and_counted(tmp_path):
-    hf = write_checkpoint(tmp_path / "hf", "glm4-moe", mtp_num_layers=2)
+    hf = write_checkpoint(tmp_path / "hf", "glm4-moe", num_nextn_predict_layers=2)
     tensors = read_tensors(hf)
     for layers, gone in ((0, ["model.layers.3", "model.layers.4"]), (1, ["model.layers.4"])):
         out = tmp_path / f"torch_dist{layers}"
@@ -100,14 +102,14 @@ def test_mtp_layers_that_the_config_promises_and_the_checkpoint_lacks_are_not_co
         for name in [name for name in tensors if name.startswith("model.layers.3.")]:
             del tensors[name]
 
-    hf = write_checkpoint(tmp_path / "hf", "glm4-moe", mtp_num_layers=1, change=drop_mtp)
+    hf = write_checkpoint(tmp_path / "hf", "glm4-moe", num_nextn_predict_layers=1, change=drop_mtp)
     account = hf_to_torch_dist(hf, tmp_path / "out")
     assert (account["mtp_in_source"], account["mtp_converted"], account["tensors_left_out"]) == (0, 0, 0)
     assert json.loads((tmp_path / "out/hf/config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 def test_fresh_mtp_layers_are_made_and_announced(tmp_path):
-    hf = write_checkpoint(tmp_path / "hf", "glm4-moe", mtp_num_layers=1)
+    hf = write_checkpoint(tmp_path / "hf", "glm4-moe", num_nextn_predict_layers=1)
     account = hf_to_torch_dist(hf, tmp_path / "out", mtp_num_layers=2)
     assert (account["mtp_in_source"], account["mtp_converted"], account["mtp_initialised"]) == (1, 1, 1)
     assert "1 MTP layers are FRESHLY INITIALISED" in account["warnings"][0]
@@ -291,8 +293,8 @@ def test_export_refuses_values_that_the_number_format_cannot_hold(tmp_path):
 
 
 def test_export_with_the_reference_of_another_model_names_the_tensors(tmp_path):
-    moe = write_checkpoint(tmp_path / "moe", "glm4-moe", mtp_num_layers=1)
-    no_mtp = write_checkpoint(tmp_path / "no_mtp", "glm4-moe", mtp_num_layers=0)
+    moe = write_checkpoint(tmp_path / "moe", "glm4-moe", num_nextn_predict_layers=1)
+    no_mtp = write_checkpoint(tmp_path / "no_mtp", "glm4-moe", num_nextn_predict_layers=0)
     dense = write_checkpoint(tmp_path / "dense", "llama")
     hf_to_torch_dist(moe, tmp_path / "torch_dist")
     with pytest.raises(ConversionError, match=r"LlamaForCausalLM has no MTP layers"):
@@ -305,6 +307,21 @@ def test_export_with_the_reference_of_another_model_names_the_tensors(tmp_path):
     account = torch_dist_to_hf(tmp_path / "torch_dist_no_mtp", moe, tmp_path / "trained_without")
     assert account["tensors_left_out"] == len(read_tensors(moe)) - len(read_tensors(no_mtp))
     assert_same_model(tmp_path / "trained_without", no_mtp)
+
+
+def test_padding_of_the_vocabulary_is_dropped_and_counted(tmp_path):
+    """Tensor-parallel ranks share the vocabulary, so a training run may have padded it."""
+    hf = write_checkpoint(tmp_path / "hf", "llama")
+    rules, tensors = megatron_tensors(hf)
+    padded = ("embedding.word_embeddings.weight", "output_layer.weight")
+    geometry = geometry_from_config(json.loads((hf / "config.json").read_text()))
+    with TorchDistWriter(tmp_path / "trained", geometry) as writer:
+        for rule in rules:
+            tensor = tensors[rule.megatron]
+            writer.write(rule.megatron, F.pad(tensor, (0, 0, 0, 3)) if rule.megatron in padded else tensor)
+    account = torch_dist_to_hf(tmp_path / "trained", hf, tmp_path / "back")
+    assert account["padding_rows_dropped"] == dict.fromkeys(padded, 3)
+    assert_same_model(hf, tmp_path / "back")
 
 
 # Interruption

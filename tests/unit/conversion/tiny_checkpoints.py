@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tiny_models import saved_config
@@ -18,14 +19,12 @@ def write_checkpoint(
     folder: Path,
     name: str,
     *,
-    mtp_num_layers: int | None = None,
     change: Callable[[Tensors], object] = lambda tensors: None,
     max_shard_bytes: int = 100_000,
+    **config_changes: Any,
 ) -> Path:
     """A bf16 model of `tiny_models` with fp32 routers, in several shards; `change` may damage the tensors first."""
-    config = saved_config(name)
-    if mtp_num_layers is not None:
-        config["num_nextn_predict_layers"] = mtp_num_layers
+    config = saved_config(name) | config_changes
     geometry = geometry_from_config(config)
     tensors: Tensors = {}
     generator = torch.Generator().manual_seed(0)
