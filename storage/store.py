@@ -77,9 +77,8 @@ class ArtifactStore:
 
     def find(self, kind: str, key: str) -> ArtifactRef | None:
         """The artifact, if its manifest is there and all files are, with the right sizes."""
-        folder = self._folder(kind, key)
-        manifest = read_manifest(self._fs, folder)
-        if manifest is None or size_faults(manifest, sizes_in(self._fs, folder)):
+        manifest = self._read(kind, key)
+        if manifest is None or size_faults(manifest, sizes_in(self._fs, self._folder(kind, key))):
             return None
         return self._ref(manifest)
 
@@ -89,7 +88,7 @@ class ArtifactStore:
         Raises:
             StoreError: it is not in this store, or its contents are not those that `ref` was made for.
         """
-        manifest = read_manifest(self._fs, self._folder(ref.kind, ref.key))
+        manifest = self._read(ref.kind, ref.key)
         if manifest is None:
             raise StoreError(f"no finished artifact at {self._uri(ref.kind, ref.key)}: run its stage again")
         if manifest.digest != ref.digest:
@@ -239,7 +238,7 @@ class ArtifactStore:
                 folders.setdefault((kind, key), {})[rest] = size
         entries = []
         for (kind, key), sizes in sorted(folders.items()):
-            manifest = read_manifest(self._fs, self._folder(kind, key)) if MANIFEST_NAME in sizes else None
+            manifest = self._read(kind, key) if MANIFEST_NAME in sizes else None
             sizes.pop(MANIFEST_NAME, None)
             complete = manifest is not None and not size_faults(manifest, sizes)
             created, stage = (manifest.created, manifest.stage) if manifest else (None, None)
@@ -282,6 +281,11 @@ class ArtifactStore:
     def lock(self, kind: str, key: str) -> AbstractContextManager[None]:
         """Excludes other processes of this machine that make the same artifact."""
         return stage_lock(self._lock_path(kind, key, "stage"))
+
+    def _read(self, kind: str, key: str) -> Manifest | None:
+        manifest = read_manifest(self._fs, self._folder(kind, key))
+        # One that came along when another artifact's folder was copied says nothing about this one.
+        return manifest if manifest is not None and (manifest.kind, manifest.key) == (kind, key) else None
 
     def _lock_path(self, kind: str, key: str, purpose: str) -> Path:
         self._folder(kind, key)

@@ -56,6 +56,9 @@ class FormatSpec:
     format: Format
     group_size: int = 0  # values along the input that share a scale; 0 for fp8, whose blocks are squares
 
+    def __str__(self) -> str:
+        return f"{self.format} in groups of {self.group_size}" if self.group_size else self.format
+
 
 def format_spec(format: str, group_size: int) -> FormatSpec:
     """The spec of `quantize.format` and `quantize.group_size` (read for int4 alone).
@@ -67,6 +70,21 @@ def format_spec(format: str, group_size: int) -> FormatSpec:
     if format not in groups:
         raise QuantizationError(f"quantize.format {format!r} is unknown; choose one of none, {', '.join(FORMATS)}")
     return FormatSpec(format, groups[format])  # type: ignore[arg-type]  # a key of groups is a Format
+
+
+def require_format(entry: Mapping[str, Any] | None, format: str, group_size: int) -> None:
+    """Proves that a folder is in the format of quantize.format ("none" included) and quantize.group_size.
+
+    Raises:
+        QuantizationError: training would round to another grid than the folder's; names both.
+    """
+    held = spec_of_entry(entry)
+    wanted = None if format == "none" else format_spec(format, group_size)
+    if held != wanted:
+        raise QuantizationError(
+            f"the rollout weights are {held or 'not quantized'}, but quantize.format and quantize.group_size ask for "
+            f"{wanted or 'none'}: the engine would hold other values than training sees"
+        )
 
 
 def config_entry(spec: FormatSpec, kept: Sequence[str]) -> dict[str, Any]:

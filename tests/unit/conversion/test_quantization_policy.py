@@ -1,15 +1,24 @@
 """Which tensors are quantized, in every family, and what is refused before any tensor is read."""
 
+import math
 import re
 import subprocess
 import sys
 from fnmatch import fnmatch
 
 import pytest
+import transformers
 from tiny_models import TINY, saved_config
 
 from conversion.families import geometry_from_config, rules_for
-from conversion.quantization.formats import FORMATS, QuantizationError, config_entry, format_spec, spec_of_entry
+from conversion.quantization.formats import (
+    FORMATS,
+    QuantizationError,
+    config_entry,
+    format_spec,
+    require_format,
+    spec_of_entry,
+)
 from conversion.quantization.policy import kept_modules, preflight_quantize, quantized_names
 
 Shapes = dict[str, tuple[int, ...]]
@@ -188,6 +197,53 @@ def test_preflight(changes, shapes: Shapes, format: str, group_size: int, words:
     assert len(faults) == bool(words)
     for word in words:
         assert word in faults[0]
+
+
+@pytest.mark.parametrize(
+    ("entry", "format", "group_size", "words"),
+    [
+        (INT4_ENTRY, "int4", 128, ["int4 in groups of 32", "int4 in groups of 128", "quantize.group_size"]),
+        (FP8_ENTRY, "none", 128, ["are fp8", "for none", "quantize.format"]),
+        (None, "fp8", 128, ["are not quantized", "for fp8"]),
+        (INT4_ENTRY, "int4", 32, []),
+        (FP8_ENTRY, "fp8", 32, []),
+        (None, "none", 128, []),
+    ],
+)
+def test_training_and_rollout_must_have_one_grid(entry, format: str, group_size: int, words: list[str]) -> None:
+    if not words:
+        require_format(entry, format, group_size)
+        return
+    with pytest.raises(QuantizationError) as caught:
+        require_format(entry, format, group_size)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("format", "bytes_a_weight", "ratio"),
+    [("fp8", 1 + 4 / 128**2, 1.96), ("int4", 0.5 + 2 / 128, 3.39), ("int4", 0.5 + 2 / 32, 3.15)],
+)
+def test_size_ratio_of_a_whole_qwen3_30b_a3b(format, bytes_a_weight: float, ratio: float) -> None:
+    """Against bf16, embeddings and head included: 1.9 and 3.1 times smaller or better."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+    geometry = geometry_from_config(config.to_diff_dict() | {"architectures": ["Qwen3MoeForCausalLM"]})
+    shapes = {name: shape for rule in rules_for(geometry, 0) for name, shape in rule.hf_shapes().items()}
+    total = 2 * sum(math.prod(shape) for shape in shapes.values())
+    quantized = sum(math.prod(shapes[name]) for name in quantized_names(shapes, format))
+    assert round(total / 1e9, 1) == 61.1
+    assert round(total / (total - quantized * (2 - bytes_a_weight)), 2) == ratio
 
 
 def test_preflight_needs_no_torch() -> None:

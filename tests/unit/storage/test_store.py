@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,15 @@ def test_every_file_must_be_there(target, name: str) -> None:
     for use in (store.fetch, store.verify):
         with pytest.raises(StoreError, match=name):
             use(ref)
+
+
+def test_copied_manifest_of_another_artifact_does_not_count(local) -> None:
+    store = local.store()
+    folder = store.fetch(make(store, "k1"))
+    shutil.copytree(folder, folder.parent / "k2")
+    assert store.find("torch_dist", "k2") is None
+    assert [entry.complete for entry in store.ls()] == [True, False]
+    assert MANIFEST_NAME not in {path.name for path in store.work_dir("torch_dist", "k2").iterdir()}
 
 
 def test_corrupted_file_is_detected(target) -> None:
