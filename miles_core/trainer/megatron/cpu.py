@@ -1,12 +1,14 @@
-"""What megatron-core 0.16 needs where there is no GPU. `install()` is called once, before any other Megatron import.
+"""What megatron-core 0.16 needs where there is no GPU, or no Transformer Engine. Installed once, before other imports.
 
-megatron-core takes a CUDA device for granted. Each item below says what breaks without it; all of them may go when
-megatron-core takes its device from a configuration. On a machine with a GPU nothing here runs.
+megatron-core takes a CUDA device for granted. Each item below says what breaks without it; those for the CPU may go
+when megatron-core takes its device from a configuration. On a machine with a GPU and Transformer Engine nothing here
+runs.
 """
 
 import contextlib
 import functools
 import importlib
+import importlib.util
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,14 +24,14 @@ _CPU = torch.device("cpu")
 
 @functools.cache
 def install() -> None:
-    """Makes megatron-core usable on a CPU; no effect where there is a GPU, or the second time."""
-    if device_type() != "cpu":
-        return
-    _import_without_compiler()
-    _replace_cuda_functions()
-    _replace_factories()
-    _replace_rng_tracker()
-    _define_missing_names()
+    """Makes megatron-core usable on this machine; no effect the second time."""
+    if device_type() == "cpu":
+        _import_without_compiler()
+        _replace_cuda_functions()
+        _replace_factories()
+        _replace_rng_tracker()
+    if importlib.util.find_spec("transformer_engine") is None:
+        _do_without_transformer_engine()
 
 
 def _import_without_compiler() -> None:
@@ -94,12 +96,17 @@ def _replace_rng_tracker() -> None:
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
 
 
-def _define_missing_names() -> None:
-    # A bug: the router refers to `te_general_gemm`, which is defined only where Transformer Engine is installed.
+def _do_without_transformer_engine() -> None:
+    # Bugs of 0.16.1, to be dropped when a later version has none of them. The router refers to a name that is only
+    # defined where Transformer Engine is installed.
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    # Latent attention takes a stand-in of its linear layer for the real class, and fails in isinstance().
+    import megatron.core.transformer.multi_latent_attention as multi_latent_attention
+
+    multi_latent_attention.HAVE_TE = False
 
 
 class _CudaTypeNames(TorchFunctionMode):

@@ -5,6 +5,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -48,6 +54,7 @@ class PolicyModel(GPTModel):
             self.rotary_pos_emb.inv_freq = inverse_frequencies(geometry.rope).to(current_device())
         if self.mtp_process:
             self.mtp.requires_grad_(False)
+        _mark_split_weights(self)
 
     def run(self, micro_batch: MicroBatch) -> Tensor:
         """Hidden states [S, B, hidden] of the decoder's last layer of this stage, final norm included on the last one.
@@ -81,3 +88,15 @@ class PolicyModel(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
+
+
+def _mark_split_weights(model: torch.nn.Module) -> None:
+    """Tells megatron-core which weights differ between tensor-parallel ranks, as its random initialization does.
+
+    The gradient norm counts the others once.
+    """
+    axes = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for module in model.modules():
+        for kind, axis in axes.items():
+            if isinstance(module, kind) and module.weight is not None:
+                set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=axis, stride=1)

@@ -84,7 +84,6 @@ def transformer_config(
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": parallel.tensor > 1,
-        "variable_seq_lengths": parallel.pipeline > 1,
         "batch_p2p_comm": False,
         # Our loss is already a sum with weights over the global batch: nothing may be averaged.
         "calculate_per_token_loss": True,
@@ -100,9 +99,15 @@ def transformer_config(
     }
     if geometry.moe is not None:
         fields |= _moe_fields(geometry.moe, routing_replay)
+    config: DecoderConfig | LatentDecoderConfig
     if geometry.mla is None:
-        return DecoderConfig(**fields)
-    return LatentDecoderConfig(**fields, **_mla_fields(geometry, geometry.mla))
+        config = DecoderConfig(**fields)
+    else:
+        config = LatentDecoderConfig(**fields, **_mla_fields(geometry, geometry.mla))
+    # Stages tell each other the shape of every micro-batch. Set afterwards because the constructor refuses it for the
+    # allgather dispatcher, whose ranks must hold equally many tokens: batching gives them that.
+    config.variable_seq_lengths = parallel.pipeline > 1
+    return config
 
 
 def _moe_fields(moe: MoeGeometry, routing_replay: bool) -> dict[str, Any]:

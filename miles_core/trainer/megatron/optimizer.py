@@ -54,14 +54,15 @@ class PolicyOptimizer:
         lr = self.learning_rate()
         self.megatron.prepare_grads()
         grad_norm = self.megatron.get_grad_norm()
-        if not math.isfinite(grad_norm):
-            return StepResult(grad_norm, lr, applied=False)
-        self._clip(grad_norm)
-        for group in self.megatron.param_groups:
-            group["lr"] = lr
-        self.megatron.step_with_ready_grads()
-        self.steps += 1
-        return StepResult(grad_norm, lr, applied=True)
+        applied = math.isfinite(grad_norm)
+        if applied:
+            self._clip(grad_norm)
+            for group in self.megatron.param_groups:
+                group["lr"] = lr
+            self.megatron.step_with_ready_grads()
+            self.steps += 1
+        self.megatron.zero_grad()  # `prepare_grads` made each `.grad` an alias of the buffer that passes add to
+        return StepResult(grad_norm, lr, applied)
 
     def _clip(self, grad_norm: float) -> None:
         """Scales all gradients so that their common norm is at most `clip_grad`."""

@@ -27,7 +27,7 @@ from miles_core.trainer.megatron import checkpoint as checkpoints
 from miles_core.trainer.megatron import parallel
 from miles_core.trainer.megatron.forward_backward import PolicyPass, sum_gradients
 from miles_core.trainer.megatron.model import PolicyModel
-from miles_core.trainer.megatron.model_config import transformer_config
+from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig, transformer_config
 from miles_core.trainer.megatron.optimizer import PolicyOptimizer
 from miles_core.trainer.megatron.reference import ReferenceWeights
 from miles_core.trainer.megatron.routing_replay import RoutingReplay
@@ -76,8 +76,16 @@ class MegatronTrainer:
         self._place = parallel.join(
             config.trainer, rank=rank, world_size=world_size, init_method=init_method, seed=config.seed
         )
+        try:
+            self._build(megatron_config, mtp_num_layers, stored.folder)
+        except BaseException:
+            parallel.leave()
+            raise
+
+    def _build(self, megatron_config: DecoderConfig | LatentDecoderConfig, mtp_num_layers: int, weights: Path) -> None:
+        config = self._config
         self._model = PolicyModel(megatron_config, mtp_num_layers=mtp_num_layers).to(current_device())
-        checkpoints.load_weights(self._model, stored.folder)
+        checkpoints.load_weights(self._model, weights)
         ddp = DistributedDataParallel(
             config=megatron_config,
             ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
@@ -86,7 +94,7 @@ class MegatronTrainer:
         megatron_config.finalize_model_grads_func = sum_gradients
         megatron_config.no_sync_func = ddp.no_sync
         self._optimizer = PolicyOptimizer(ddp, config.trainer)
-        self._replay = RoutingReplay(self._model) if replays else None
+        self._replay = RoutingReplay(self._model) if megatron_config.moe_enable_routing_replay else None
         self._reference = ReferenceWeights(self._model) if config.algorithm.needs_reference else None
         self._pass = PolicyPass(ddp, self._model, config.algorithm, config.rollout.sampling.temperature, self._replay)
 

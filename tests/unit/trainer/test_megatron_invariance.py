@@ -1,0 +1,81 @@
+"""Loss and gradient of a batch do not depend on how it is cut: micro-batches, packing, parallel layout."""
+
+from typing import Any
+
+import pytest
+from ranks import on_ranks, trainer_of
+from tiny_models import make_samples, run_config
+
+from miles_core.trainer.megatron.trainer import MegatronTrainer
+from miles_core.types import TrainSample
+
+_SAMPLES = 8
+_COMPARED = ("train/loss", "train/grad_norm", "train/train_rollout_kl", "train/ess_ratio", "train/trainable_tokens")
+
+
+def _two_steps(trainer: MegatronTrainer, samples: list[TrainSample]) -> list[dict[str, float]]:
+    return [trainer.train_step(samples) for _ in range(2)]
+
+
+def _check_equal(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for step, reference in zip(found, expected, strict=True):
+        for name in _COMPARED:
+            assert step[name] == pytest.approx(reference[name], rel=1e-5), name
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[dict[str, float]]]:
+    """One rank, one padded micro-batch."""
+    results = {}
+    for name in ("glm4-moe-mtp", "llama-tied"):
+        config = run_config(name, samples=_SAMPLES, trainer={"packing": False})
+        with trainer_of(name, config) as trainer:
+            results[name] = _two_steps(trainer, make_samples(name, _SAMPLES))
+    return results
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
+def test_micro_batches_change_nothing(expected: dict[str, Any], micro_batch_size: int, packing: bool) -> None:
+    name = "glm4-moe-mtp"
+    trainer = {"micro_batch_size": micro_batch_size, "packing": packing}
+    with trainer_of(name, run_config(name, samples=_SAMPLES, trainer=trainer)) as megatron:
+        _check_equal(_two_steps(megatron, make_samples(name, _SAMPLES)), expected[name])
+
+
+_LAYOUTS = [
+    pytest.param("glm4-moe-mtp", 2, {"expert": 2}, True, id="expert-2-packed"),
+    pytest.param("glm4-moe-mtp", 2, {"pipeline": 2}, True, id="pipeline-2-packed"),
+    pytest.param("glm4-moe-mtp", 2, {"tensor": 2}, True, id="tensor-2-experts"),
+    pytest.param("llama-tied", 2, {"tensor": 2}, True, id="tensor-2-tied"),
+    pytest.param("glm4-moe-mtp", 2, {}, False, id="data-2-padded", marks=pytest.mark.slow),
+    pytest.param("glm4-moe-mtp", 2, {"expert": 2}, False, id="expert-2-padded", marks=pytest.mark.slow),
+    pytest.param("glm4-moe-mtp", 2, {"pipeline": 2}, False, id="pipeline-2-padded", marks=pytest.mark.slow),
+    pytest.param("llama-tied", 2, {"pipeline": 2}, True, id="pipeline-2-tied", marks=pytest.mark.slow),
+    pytest.param("llama-tied", 2, {"tensor": 2}, False, id="tensor-2-padded", marks=pytest.mark.slow),
+    pytest.param("glm4-moe-mtp", 4, {"pipeline": 2, "expert": 2}, True, id="pipeline-2-expert-2", marks=pytest.mark.slow),
+    pytest.param("glm4-moe-mtp", 4, {"tensor": 2, "expert": 2}, True, id="tensor-2-expert-2", marks=pytest.mark.slow),
+    pytest.param("glm4-moe-mtp", 4, {"tensor": 2, "pipeline": 2}, True, id="tensor-2-pipeline-2", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "ranks", "parallel", "packing"), _LAYOUTS)
+def test_parallel_layouts_change_nothing(
+    expected: dict[str, Any], name: str, ranks: int, parallel: dict[str, int], packing: bool
+) -> None:
+    trainer = {"num_ranks": ranks, "parallel": parallel, "packing": packing, "micro_batch_size": 2}
+    config = run_config(name, samples=_SAMPLES, trainer=trainer)
+    for steps in on_ranks(name, config, _two_steps, make_samples(name, _SAMPLES)):
+        _check_equal(steps, expected[name])
+
+
+def test_an_uneven_batch_leaves_a_rank_without_samples() -> None:
+    """5 samples on 2 ranks in micro-batches of 2: the last pass has one sample for both ranks together."""
+    name, samples = "glm4-moe-mtp", make_samples("glm4-moe-mtp", 5)
+    with trainer_of(name, run_config(name, samples=_SAMPLES)) as trainer:
+        expected = _two_steps(trainer, samples)
+    config = run_config(
+        name, samples=_SAMPLES, trainer={"num_ranks": 2, "parallel": {"expert": 2}, "micro_batch_size": 2}
+    )
+    for steps in on_ranks(name, config, _two_steps, samples):
+        _check_equal(steps, expected)
