@@ -12,8 +12,8 @@ from miles_core.algorithms.advantages import SampleView, compute_advantages
 from miles_core.algorithms.value_objective import ValueInputs, value_objective
 from miles_core.config.algorithm import AlgorithmConfig, OffPolicyConfig
 
-# Read by the loop, which decides what is held and when it is refreshed.
-OUTSIDE = {"ref_update_interval"}
+# Read by the loop, which decides what is held, refreshed and stepped.
+OUTSIDE = {"ref_update_interval", "critic_warmup_rollouts"}
 
 PLUS_PLUS = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "kl_coef": 0.1}
 # option -> (settings it needs, value that must make a difference)

@@ -129,6 +129,25 @@ def test_token_far_off_the_rollout_is_capped_or_rejected(method: str, weight: fl
     assert metrics["tis_clipfrac"] == 0.5
 
 
+def test_rejected_token_of_infinite_loss_does_not_enter() -> None:
+    """The trainer gives it no probability at all: its CISPO loss is infinite, and 0 * inf would be NaN."""
+    options = {"policy_loss": "cispo", "loss_aggregation": "token_mean"}
+    config = AlgorithmConfig(**options, off_policy=OffPolicyConfig(method="icepop"))
+    batch = replace(
+        packed_batch("token_mean", masks=[[1, 1]]),
+        log_probs=torch.tensor([-torch.inf, -1.0], requires_grad=True),
+        old_log_probs=torch.tensor([-200.0, -1.0]),
+        rollout_log_probs=torch.tensor([-1.0, -1.0]),
+        advantages=torch.ones(2),
+        entropy=None,
+        ref_log_probs=None,
+    )
+    loss, gradient, metrics = evaluate(batch, config, [[0]])
+    assert loss == 0.5
+    assert gradient.tolist() == [0.0, -0.5]
+    assert metrics["rejected_tokens"] == 1.0
+
+
 def test_distillation_moves_towards_the_teacher_and_not_into_it() -> None:
     """A token that the teacher likes better rises, one that it likes less falls, equal log-probs do not move."""
     batch = packed_batch(masks=[[1, 1, 1]])

@@ -75,7 +75,7 @@ def test_correction_carries_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("delta", "dropped"),
     [
-        (0.05, [False, True, False, False, False]),  # only the negative advantage of the drifted sequence 0
+        (0.15, [False, True, False, False, False]),  # only the negative advantage of the drifted sequence 0
         (0.25, [False] * 5),
     ],
 )
