@@ -4,6 +4,7 @@
       iter_0000010/               after 10 rollouts
         ...                       what the trainer wrote (torch_dist)
         run_state.json            the prompt source's position
+        metrics.jsonl             the attachments: what the run had recorded by then
         COMPLETE.json             names and sizes of all of the above, written last
       latest_checkpointed_iteration.txt
 
@@ -26,11 +27,15 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The checkpoints of one run. `publish` copies a folder to a remote store (nothing to do for a local one)."""
+    """The checkpoints of one run.
+
+    `attachments` are files that each checkpoint takes a copy of; `publish` copies all of `root` to a remote store.
+    """
 
     root: Path
     keep: int
-    publish: Callable[[str], None] = lambda name: None
+    attachments: tuple[Path, ...] = ()
+    publish: Callable[[], None] = lambda: None
 
     def folder(self, done: int) -> Path:
         """Where the checkpoint after `done` rollouts lies."""
@@ -43,12 +48,14 @@ class CheckpointFolder:
         folder.mkdir(parents=True)
         save_trainer(folder)
         (folder / _STATE).write_text(json.dumps(state))
+        for file in self.attachments:
+            shutil.copyfile(file, folder / file.name)
         sizes = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
         _write_atomically(folder / MARKER, json.dumps({"done": done, "files": sizes}, indent=1))
         _write_atomically(self.root / _TRACKER, str(done))
-        self.publish(folder.name)
         for old in self._iterations()[: -self.keep]:
             shutil.rmtree(self.folder(old))
+        self.publish()
 
     def latest(self) -> tuple[int, dict[str, Any]] | None:
         """The newest complete checkpoint and its state; says on stderr why a newer folder was passed over."""

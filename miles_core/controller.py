@@ -56,10 +56,10 @@ class Controller:
         while done < total:
             metrics = self._one_rollout(done)
             done += 1
-            if done % self.config.trainer.checkpoint.interval == 0 or done == total:
-                self.checkpoints.save(done, self.trainer.save, self.collector.state_dict())
             for sink in self.sinks:
                 sink.write(done - 1, metrics)
+            if done % self.config.trainer.checkpoint.interval == 0 or done == total:
+                self.checkpoints.save(done, self.trainer.save, self.collector.state_dict())
         return self.checkpoints.folder(done)
 
     def _resume(self) -> int:

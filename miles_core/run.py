@@ -93,20 +93,21 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
     tokenizer = load_tokenizer(rollout_folder)
     prompts = load_prompts(config, tokenizer, split="train")
 
-    def publish(name: str) -> None:
-        store.sync_up(KIND, spec.key, f"checkpoints/{name}", marker=MARKER)
-
     store.sync_down(KIND, spec.key, "checkpoints")
-    checkpoints = CheckpointFolder(work / "checkpoints", config.trainer.checkpoint.keep, publish)
-    first = (checkpoints.latest() or (0, {}))[0]
-    sinks: list[Sink] = [
-        JsonLines(work / METRICS_FILE, first),
-        TensorBoard(work / "tensorboard", first),
-        ConsoleLine(config.rollout.num_rollout),
-        Report(on_metrics),
-    ]
-    for row in read_json_lines(work / METRICS_FILE):
-        on_metrics(row)
+    checkpoints = CheckpointFolder(
+        work / "checkpoints",
+        config.trainer.checkpoint.keep,
+        attachments=(work / METRICS_FILE,),
+        publish=lambda: store.sync_up(KIND, spec.key, "checkpoints", marker=MARKER),
+    )
+    first, _ = checkpoints.latest() or (0, {})
+    earlier = read_json_lines(checkpoints.folder(first) / METRICS_FILE) if first else []
+    # Rollouts past the checkpoint run again, so what was recorded of them goes.
+    sinks: list[Sink] = [JsonLines(work / METRICS_FILE), TensorBoard(work / "tensorboard"), Report(on_metrics)]
+    for row in earlier:
+        for sink in sinks:
+            sink.write(row.pop("rollout_id"), row)
+    sinks.append(ConsoleLine(config.rollout.num_rollout))
     trainer = TrainGroup(config, geometry, model_folder)
     engines = RolloutGroup(config, rollout_folder)
     try:

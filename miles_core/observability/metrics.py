@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,17 +24,10 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object a rollout. On resume, rollouts that will run again are removed first: each id stands once."""
+    """One JSON object a rollout, in a new file."""
 
-    def __init__(self, path: Path, first_rollout_id: int) -> None:
-        kept = []
-        if path.exists():
-            for line in path.read_text().splitlines(keepends=True):
-                # A line without its newline was cut off by a kill; its rollout runs again.
-                if line.endswith("\n") and json.loads(line)["rollout_id"] < first_rollout_id:
-                    kept.append(line)
-        path.write_text("".join(kept))
-        self._file = path.open("a")
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
 
     def write(self, rollout_id: int, metrics: Metrics) -> None:
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
@@ -50,12 +44,13 @@ def read_json_lines(path: Path) -> list[dict[str, float]]:
 
 
 class TensorBoard:
-    """Scalars under the metrics' own names; `purge_step` hides what a killed run wrote past its checkpoint."""
+    """Scalars under the metrics' own names, in a new folder."""
 
-    def __init__(self, folder: Path, first_rollout_id: int) -> None:
+    def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=first_rollout_id)
+        shutil.rmtree(folder, ignore_errors=True)
+        self._writer = SummaryWriter(str(folder))
 
     def write(self, rollout_id: int, metrics: Metrics) -> None:
         for name, value in metrics.items():

@@ -63,7 +63,16 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_part_named(checkpoints, dam
 def test_publishing_happens_after_the_marker(tmp_path: Path) -> None:
     seen = []
     folder = CheckpointFolder(
-        tmp_path, keep=1, publish=lambda name: seen.append(json.loads((tmp_path / name / MARKER).read_text())["done"])
+        tmp_path, keep=1, publish=lambda: seen.append(json.loads((tmp_path / "iter_0000001" / MARKER).read_text()))
     )
     folder.save(1, write(b"x"), {})
-    assert seen == [1]
+    assert [marker["done"] for marker in seen] == [1]
+
+
+def test_attachments_are_kept_as_they_were_at_the_save(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    folder = CheckpointFolder(tmp_path / "checkpoints", keep=2, attachments=(log,))
+    for done in (1, 2):
+        log.write_text("line\n" * done)
+        folder.save(done, write(b"x"), {})
+    assert [(folder.folder(done) / log.name).read_text() for done in (1, 2)] == ["line\n", "line\nline\n"]
