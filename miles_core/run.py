@@ -73,8 +73,8 @@ def train(spec: TrainSpec, on_metrics: OnMetrics) -> ArtifactRef:
 def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetrics) -> tuple[Path, dict[str, Any]]:
     # Imported here: a spec can be made, and its artifact found, without torch and Ray.
     from conversion.families import geometry_from_config
-    from conversion.quantization.codec import codec_for
-    from conversion.safetensors_header import read_headers
+    from conversion.quantization.checkpoint import quantized_in_folder
+    from conversion.quantization.formats import require_format
     from miles_core.checkpoint import MARKER, CheckpointFolder
     from miles_core.cluster.rollout_group import RolloutGroup
     from miles_core.cluster.train_group import TrainGroup
@@ -87,9 +87,10 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
     from miles_core.rollout.generate import sampling_params
 
     config = spec.config
-    codec = codec_for(config.quantize.format, config.quantize.group_size)
     model_folder, rollout_folder = store.fetch(spec.model), store.fetch(spec.rollout_model)
-    geometry = geometry_from_config(json.loads((rollout_folder / "config.json").read_text()))
+    model_config = json.loads((rollout_folder / "config.json").read_text())
+    require_format(model_config.get("quantization_config"), config.quantize.format, config.quantize.group_size)
+    geometry = geometry_from_config(model_config)
     tokenizer = load_tokenizer(rollout_folder)
     prompts = load_prompts(config, tokenizer, split="train")
 
@@ -123,7 +124,7 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
             ),
             trainer=trainer,
             engines=engines,
-            quantized=codec.quantized_in(read_headers(rollout_folder)) if codec else frozenset(),
+            quantized=quantized_in_folder(rollout_folder),
             checkpoints=checkpoints,
             sinks=sinks,
         ).run()

@@ -39,8 +39,9 @@ class JsonLines:
 
 
 def read_json_lines(path: Path) -> list[dict[str, float]]:
-    """What `JsonLines` wrote, in order."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """What `JsonLines` wrote, in order; null is NaN again."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]
 
 
 class TensorBoard:
