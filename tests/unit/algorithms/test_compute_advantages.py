@@ -131,7 +131,7 @@ def test_equal_rewards_fully_masked_and_single_samples(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", ["reward", "old_log_probs", "ref_log_probs", "teacher_log_probs", "values"])
+@pytest.mark.parametrize("name", ["reward", "old_log_probs", "rollout_log_probs", "values"])
 def test_non_finite_input_stops_with_the_index_of_the_sample(name: str, bad: float) -> None:
     good = sample(4, 1, [0, 1])
     broken = sample(17, bad, [0, 1]) if name == "reward" else sample(17, 1, [0, 1], **{name: [0, bad]})
