@@ -12,6 +12,7 @@ from miles_core.algorithms.advantages import (
     compute_advantages,
     compute_value_targets,
 )
+from miles_core.algorithms.advantages.sample_view import PER_TOKEN
 from miles_core.config.algorithm import AlgorithmConfig
 
 
@@ -131,7 +132,7 @@ def test_equal_rewards_fully_masked_and_single_samples(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", ["reward", "old_log_probs", "rollout_log_probs", "values"])
+@pytest.mark.parametrize("name", ["reward", *PER_TOKEN])
 def test_non_finite_input_stops_with_the_index_of_the_sample(name: str, bad: float) -> None:
     good = sample(4, 1, [0, 1])
     broken = sample(17, bad, [0, 1]) if name == "reward" else sample(17, 1, [0, 1], **{name: [0, bad]})
@@ -142,7 +143,7 @@ def test_non_finite_input_stops_with_the_index_of_the_sample(name: str, bad: flo
         assert all(np.isfinite(a).all() for a in compute_advantages(config("grpo"), [[good, masked]]))
 
 
-@pytest.mark.parametrize("name", ["old_log_probs", "ref_log_probs", "teacher_log_probs", "values"])
+@pytest.mark.parametrize("name", PER_TOKEN)
 @pytest.mark.parametrize("length", [2, 4])
 def test_fields_of_another_length_are_refused(name: str, length: int) -> None:
     with pytest.raises(ValueError, match=f"sample 5: {name} has {length} entries, loss_mask 3"):
