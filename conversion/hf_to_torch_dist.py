@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,11 +26,14 @@ from conversion.finite import check_finite
 from conversion.geometry import ModelGeometry
 from conversion.mapping import ConversionError, Coverage, Rule, check_complete
 from conversion.mtp import fresh_tensor, hf_mtp_layers, twin, with_mtp_layers
+from conversion.quantization.dequantized import DequantizedFolder, open_checkpoint
 from conversion.safetensors_header import TensorSpec, read_json
 from conversion.safetensors_io import SafetensorsFolder, copy_side_files
 from conversion.streaming import Progress, no_progress, run_ahead
 from conversion.torch_dist_reader import RELEASE, TRACKER
 from conversion.torch_dist_writer import TorchDistWriter
+
+_Source = SafetensorsFolder | DequantizedFolder
 
 HF_FOLDER = "hf"
 TENSORS_FILE = "tensors.json"
@@ -49,6 +52,7 @@ class _Plan:
     left_out: frozenset[str]  # Hugging Face names in the source that are not converted
     fresh: frozenset[str]  # Hugging Face names that the source lacks
     mtp_in_source: int
+    quantized: int  # tensors that are decoded
 
     def nbytes(self, rule: Rule) -> int:
         return sum(self.specs[name].nbytes for name in rule.hf)
@@ -64,18 +68,19 @@ def hf_to_torch_dist(
             and layers that it lacks are freshly initialised.
 
     Returns:
-        The account: tensors in the source, converted, compared as copies, left out and fresh, bytes, number formats,
+        The account: tensors in the source, converted, decoded, compared as copies, left out and fresh, bytes, formats,
         and `warnings` for people.
 
     Raises:
         CheckpointError: `src` is incomplete or damaged.
+        QuantizationError: `src` is quantized in a format that is not supported.
         UnknownFamilyError, UnsupportedModelError: `src` is of a model that has no mapping.
         ConversionError: a tensor is missing, unknown, of a wrong shape, or not finite; names it.
         FileExistsError: `dst` holds a checkpoint.
         DiskFullError: `dst` has too little space.
     """
-    with SafetensorsFolder(src) as source:
-        plan = _plan(source, read_json(src / "config.json"), mtp_num_layers)
+    with open_checkpoint(src) as source:
+        plan = _plan(source, mtp_num_layers)
         if (dst / TRACKER).exists():
             raise FileExistsError(f"{dst} already holds a checkpoint; give a new folder")
         total = sum(plan.nbytes(rule) for rule in plan.rules)
@@ -99,7 +104,21 @@ def hf_to_torch_dist(
     return _account(plan, side_files)
 
 
-def _plan(source: SafetensorsFolder, config: dict[str, Any], mtp_num_layers: int | None) -> _Plan:
+def check_shapes(rules: Iterable[Rule], specs: Mapping[str, TensorSpec]) -> None:
+    """Raises `ConversionError` naming every Hugging Face tensor whose shape is not the one that the rules imply."""
+    faults = [
+        f"tensor {name} has shape {list(specs[name].shape)}, but config.json implies {list(shape)}"
+        for rule in rules
+        for name, shape in rule.hf_shapes().items()
+        if name in specs and specs[name].shape != shape
+    ]
+    if faults:
+        raise ConversionError("; ".join(faults))
+
+
+def _plan(source: _Source, mtp_num_layers: int | None) -> _Plan:
+    config = read_json(source.folder / "config.json")
+    config.pop("quantization_config", None)  # quantized weights are decoded as they are read
     in_source = hf_mtp_layers(frozenset(source.names), geometry_from_config(config))
     wanted = in_source if mtp_num_layers is None else mtp_num_layers
     kept = min(in_source, wanted)
@@ -111,7 +130,7 @@ def _plan(source: SafetensorsFolder, config: dict[str, Any], mtp_num_layers: int
     coverage = check_complete(rules_for(geometry, kept), source.names, left_out)
 
     specs = {name: source.spec(name) for name in source.names if name not in left_out}
-    _check_shapes(rules, specs)
+    check_shapes(rules, specs)
     fresh = left_out_names(geometry, kept)
     by_megatron = {rule.megatron: rule for rule in rules}
     for rule in rules:
@@ -121,12 +140,11 @@ def _plan(source: SafetensorsFolder, config: dict[str, Any], mtp_num_layers: int
                 specs[name] = TensorSpec(name, shape, specs[like.hf[0]].dtype, file="")
     position = {name: i for i, name in enumerate(specs)}
     rules.sort(key=lambda rule: position[rule.hf[0]])
-    return _Plan(config, geometry, rules, specs, coverage, left_out, fresh, in_source)
+    quantized = len(source.quantized - left_out) if isinstance(source, DequantizedFolder) else 0
+    return _Plan(config, geometry, rules, specs, coverage, left_out, fresh, in_source, quantized)
 
 
-def _jobs(
-    plan: _Plan, source: SafetensorsFolder, read: Counter[str]
-) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
+def _jobs(plan: _Plan, source: _Source, read: Counter[str]) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
     present = frozenset(source.names)
 
     def read_finite(name: str) -> torch.Tensor:
@@ -139,17 +157,6 @@ def _jobs(
             yield plan.nbytes(rule), partial(fresh_tensor, rule.megatron, rule.shape, dtype)
         else:
             yield plan.nbytes(rule), partial(rule.to_megatron, read_finite, present)
-
-
-def _check_shapes(rules: list[Rule], specs: dict[str, TensorSpec]) -> None:
-    faults = [
-        f"tensor {name} has shape {list(specs[name].shape)}, but config.json implies {list(shape)}"
-        for rule in rules
-        for name, shape in rule.hf_shapes().items()
-        if name in specs and specs[name].shape != shape
-    ]
-    if faults:
-        raise ConversionError("; ".join(faults))
 
 
 def _check_read_once(read: Counter[str], expected: set[str]) -> None:
@@ -183,6 +190,7 @@ def _account(plan: _Plan, side_files: list[str]) -> dict[str, Any]:
         "architecture": plan.geometry.architecture,
         "tensors_in_source": plan.coverage.required + plan.coverage.copies + plan.coverage.left_out,
         "tensors_converted": plan.coverage.required,
+        "tensors_dequantized": plan.quantized,
         "tensors_compared_as_copies": plan.coverage.copies,
         "tensors_left_out": plan.coverage.left_out,
         "layers_left_out": sorted({".".join(name.split(".")[:3]) for name in plan.left_out}),

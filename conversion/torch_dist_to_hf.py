@@ -19,10 +19,11 @@ import torch
 from conversion.disk import naming_full_disk, require_free_space
 from conversion.families import geometry_from_config, left_out_names, rules_for
 from conversion.finite import check_finite
-from conversion.hf_to_torch_dist import TENSORS_FILE
+from conversion.hf_to_torch_dist import TENSORS_FILE, check_shapes
 from conversion.mapping import ConversionError, Rule
 from conversion.mtp import hf_mtp_layers, megatron_mtp_layers, with_mtp_layers
-from conversion.safetensors_header import ITEM_SIZES, TensorSpec, read_headers, read_json
+from conversion.quantization.dequantized import open_checkpoint
+from conversion.safetensors_header import ITEM_SIZES, TensorSpec, read_json
 from conversion.safetensors_io import SafetensorsWriter, copy_side_files
 from conversion.streaming import Progress, no_progress, run_ahead
 from conversion.torch_dist_reader import TorchDistFolder
@@ -100,9 +101,10 @@ def torch_dist_to_hf(
 def _plan(checkpoint: TorchDistFolder, reference: Path, dtype: str | None) -> _Plan:
     mtp = megatron_mtp_layers(checkpoint.names)
     config = with_mtp_layers(read_json(reference / "config.json"), mtp)
+    config.pop("quantization_config", None)
     geometry = geometry_from_config(config)
     rules = rules_for(geometry, mtp)
-    _check_same_model(rules, checkpoint)
+    check_same_model(rules, checkpoint)
 
     described = _described_tensors(reference)
     most_mtp = max(hf_mtp_layers(frozenset(described), geometry), mtp)
@@ -121,12 +123,14 @@ def _plan(checkpoint: TorchDistFolder, reference: Path, dtype: str | None) -> _P
 def _described_tensors(reference: Path) -> dict[str, TensorSpec]:
     """Hugging Face tensors that the reference folder describes: those of tensors.json, or its own."""
     if not (reference / TENSORS_FILE).is_file():
-        return read_headers(reference)
+        with open_checkpoint(reference) as folder:
+            return {name: folder.spec(name) for name in folder.names}
     tensors = read_json(reference / TENSORS_FILE)["tensors"]
     return {name: TensorSpec(name, tuple(t["shape"]), t["dtype"], file="") for name, t in tensors.items()}
 
 
-def _check_same_model(rules: list[Rule], checkpoint: TorchDistFolder) -> None:
+def check_same_model(rules: list[Rule], checkpoint: TorchDistFolder) -> None:
+    """Raises `ConversionError` naming every tensor that is missing, unknown or of another shape than the rules say."""
     expected = {rule.megatron: rule.shape for rule in rules}
     faults = {
         "missing from the checkpoint": sorted(expected.keys() - set(checkpoint.names)),
@@ -147,17 +151,12 @@ def _fits(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> bool:
 def _check_described(rules: list[Rule], specs: dict[str, TensorSpec], reference: Path) -> None:
     required = {name for rule in rules for name in rule.hf}
     optional = {name for rule in rules for name in rule.optional_hf}
-    shapes = {name: shape for rule in rules for name, shape in rule.hf_shapes().items()}
     faults = {
         "of the checkpoint are not described by the reference": sorted(required - specs.keys()),
         "of the reference have no source in the checkpoint": sorted(specs.keys() - required - optional),
-        "of the reference have another shape than its config implies": [
-            f"{name} {list(specs[name].shape)} instead of {list(shape)}"
-            for name, shape in shapes.items()
-            if name in specs and specs[name].shape != shape
-        ],
     }
     _raise_faults(f"{reference} does not describe this checkpoint; take the `hf` folder that was made with it", faults)
+    check_shapes(rules, specs)
 
 
 def _raise_faults(what: str, faults: dict[str, list[str]]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from conversion.disk import DiskFullError
 from conversion.families import UnknownFamilyError, geometry_from_config
 from conversion.hf_to_torch_dist import hf_to_torch_dist
 from conversion.mapping import ConversionError
+from conversion.quantization.checkpoint import quantize_folder
 from conversion.random_model import make_random_model
 from conversion.safetensors_header import CheckpointError
 from conversion.torch_dist_reader import TorchDistFolder, find_checkpoint
@@ -73,6 +75,20 @@ def test_folder_holds_what_an_export_and_a_trainer_need(tmp_path):
     described = json.loads((tmp_path / "out/hf/tensors.json").read_text())["tensors"]
     assert described["model.layers.1.mlp.gate.weight"] == {"dtype": "float32", "shape": [12, 64]}
     assert described.keys() == read_tensors(hf).keys()
+
+
+def test_a_quantized_source_is_decoded(tmp_path):
+    """As DeepSeek-V3 is released: FP8 in blocks; what is converted equals the decoded folder."""
+    hf = write_checkpoint(tmp_path / "hf", "deepseek-v3", dtype="bfloat16")
+    quantize_folder(hf, tmp_path / "fp8", "fp8", 0)
+    quantize_folder(tmp_path / "fp8", tmp_path / "decoded", "none", 0)
+    account = hf_to_torch_dist(tmp_path / "fp8", tmp_path / "torch_dist")
+    scales = [name for name in read_tensors(tmp_path / "fp8") if name.endswith("weight_scale_inv")]
+    assert account["tensors_dequantized"] == len(scales) > 100
+    for reference in (tmp_path / "torch_dist/hf", tmp_path / "fp8"):
+        torch_dist_to_hf(tmp_path / "torch_dist", reference, tmp_path / "back")
+        assert_same_model(tmp_path / "back", tmp_path / "decoded")
+        shutil.rmtree(tmp_path / "back")
 
 
 # MTP layers

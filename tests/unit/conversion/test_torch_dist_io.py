@@ -163,7 +163,7 @@ DAMAGE = {
     "two models": (lambda f: change_metadata(f, second_model), r"must hold one model, found 2 .*'critic\.'"),
     "no model": (
         lambda f: change_metadata(f, lambda m: m.state_dict_metadata.clear()),
-        r"must hold one model, found 0",
+        r"must hold one model, found 0 ",
     ),
     "chunk of another shape": (
         lambda f: change_metadata(f, shrink_chunks),
