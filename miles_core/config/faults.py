@@ -20,11 +20,11 @@ MISSING = "is required"
 
 # Pydantic's error type -> the rule, filled in from its context.
 _RULES = {
-    "greater_than": "must be greater than {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be less than {lt}",
-    "less_than_equal": "must be at most {le}",
-    "multiple_of": "must be a multiple of {multiple_of}",
+    "greater_than": "must be greater than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be less than {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "multiple_of": "must be a multiple of {multiple_of:g}",
     "literal_error": "must be one of {expected}",
     "string_pattern_mismatch": "must match the pattern {pattern}",
     "finite_number": "must be a finite number",
@@ -54,7 +54,7 @@ def describe_faults(error: ValidationError, model: type[BaseModel], prefix: str 
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """" (did you mean X?)", or nothing when no known name is near."""
+    """The hint `; did you mean X?`, or nothing when no known name is near."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 

@@ -18,8 +18,8 @@ from miles_core.config.run import RunConfig
 
 _PRESETS = files("miles_core.config") / "presets"
 
-# Setting one of a pair in a later layer (file, then --set) takes the other one back.
-_ALTERNATIVES = (("model", "path", "random"), ("data", "task", "prompts"))
+# Setting one of them in a later layer (file, then --set) takes the others back.
+_ALTERNATIVES = (("model", "path", "random"), ("data", "task", "prompts", "conversations"))
 
 
 # annotated_types' names of bounds -> how they are shown
@@ -125,7 +125,7 @@ def _read_overrides(overrides: Iterable[str], faults: list[str]) -> dict[str, An
 
 def _read_value(text: str, names: Sequence[str]) -> Any:
     field = _field_at(names)
-    is_text = field is not None and str in (field.annotation, *get_args(field.annotation))
+    is_text = field is not None and field.annotation in (str, str | None)
     if is_text and text != "null" and not text.startswith(('"', "'")):
         return text  # a commit hash may look like a number
     with suppress(tomllib.TOMLDecodeError):
@@ -136,12 +136,12 @@ def _read_value(text: str, names: Sequence[str]) -> Any:
 
 
 def _drop_alternatives(values: dict[str, Any], layer: dict[str, Any]) -> None:
-    for section, *pair in _ALTERNATIVES:
+    for section, *names in _ALTERNATIVES:
         below, above = values.get(section), layer.get(section)
         if isinstance(below, dict) and isinstance(above, dict):
-            for mine, other in (pair, reversed(pair)):
-                if above.get(mine) is not None and above.get(other) is None:
-                    below.pop(other, None)
+            chosen = [name for name in names if above.get(name) is not None]
+            for name in set(names) - set(chosen) if chosen else ():
+                below.pop(name, None)
 
 
 def _merge(values: dict[str, Any], layer: dict[str, Any]) -> None:
@@ -165,7 +165,10 @@ def _field_at(names: Sequence[str]) -> FieldInfo | None:
 
 def _type_text(field: FieldInfo) -> str:
     bounds = [
-        f"{sign} {getattr(rule, name)}" for rule in field.metadata for name, sign in _BOUNDS.items() if hasattr(rule, name)
+        f"{sign} {getattr(rule, name)}"
+        for rule in field.metadata
+        for name, sign in _BOUNDS.items()
+        if hasattr(rule, name)
     ]
     required = ["required"] if field.is_required() else []
     return ", ".join([_annotation_text(field.annotation), *bounds, *required])

@@ -41,7 +41,9 @@ def tokenize_conversations(rows: Sequence[Row], tokenizer: Tokenizer, max_length
             kept.append(Conversation(index, ids[:max_length], mask[:max_length]))
             truncated += len(ids) > max_length
     if not kept:
-        raise DataError([f"none of {len(rows)} rows has a token of the assistant within the limit of {max_length} tokens"])
+        raise DataError(
+            [f"none of {len(rows)} rows has a token of the assistant within the limit of {max_length} tokens"]
+        )
     return ConversationSet(
         tuple(kept),
         {

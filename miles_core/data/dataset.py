@@ -59,6 +59,9 @@ def tokenize_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -
         raise DataError(faults)
     if not prompts:
         raise DataError(
-            [f"no prompt is left: {too_long} of {len(rows)} are longer than data.max_prompt_length {data.max_prompt_length}"]
+            [
+                f"no prompt is left: {too_long} of {len(rows)} are longer than data.max_prompt_length "
+                f"{data.max_prompt_length}"
+            ]
         )
     return PromptSet(tuple(prompts), {"in": len(rows), "used": len(prompts), "dropped": {"too_long": too_long}})

@@ -15,7 +15,7 @@ from miles_core.types import Prompt
 class PromptSource:
     """Endless prompts, each exactly once an epoch. A batch may span the border of two epochs, or several epochs.
 
-    The order of an epoch depends on the seed and the epoch alone, so a position (epoch, offset) is all there is to save.
+    The order of an epoch depends on the seed and the epoch alone, so (epoch, offset) is all there is to save.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
@@ -57,7 +57,9 @@ class PromptSource:
             if state.get(name) != mine
         ]
         if other:
-            raise DataError([f"the saved position is not one in these {len(self._prompts)} prompts: " + "; ".join(other)])
+            raise DataError(
+                [f"the saved position is not one in these {len(self._prompts)} prompts: " + "; ".join(other)]
+            )
         self._epoch, self._offset = state["epoch"], state["offset"]
         self._order = self._epoch_order()
 

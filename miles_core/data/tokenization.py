@@ -24,8 +24,8 @@ def load_tokenizer(folder: Path) -> "Tokenizer":
 
 
 def _stop_token_ids(folder: Path, tokenizer_eos: int | None) -> set[int]:
-    """End-of-sequence tokens by generation_config.json, config.json and the tokenizer. They often differ in chat models,
-    where each of them ends a response."""
+    """End-of-sequence tokens by generation_config.json, config.json and the tokenizer. They often differ in chat
+    models, where each of them ends a response."""
     found = {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
         path = folder / name
@@ -41,7 +41,9 @@ class Tokenizer:
         self._backend = backend
         self.stop_token_ids = tuple(sorted(stop_token_ids))
         if not self.stop_token_ids:
-            raise ValueError("no end-of-sequence token in generation_config.json, config.json and tokenizer_config.json")
+            raise ValueError(
+                "no end-of-sequence token in generation_config.json, config.json and tokenizer_config.json"
+            )
         bos = backend.bos_token_id
         self._bos = bos if bos is not None and backend("").input_ids[:1] == [bos] else None
         self._added = re.compile("|".join(map(re.escape, sorted(backend.get_added_vocab(), key=len, reverse=True))))
@@ -96,11 +98,11 @@ class Tokenizer:
         return str(self._backend.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def encode_conversation(self, messages: Messages, tools: Messages | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32 [T] of one rendering of the whole conversation, and the loss mask uint8 [T]: 1 on what the assistant
-        says in each of its turns, its end-of-turn token included.
+        """Ids int32 [T] of one rendering of the whole conversation, and the loss mask uint8 [T]: 1 on what the
+        assistant says in each of its turns, its end-of-turn token included.
 
         A turn begins where the generation prompt of the messages before it ends, and ends with the first stop or
-        end-of-turn token, or with the text. Raises ValueError for a template that renders earlier messages anew later on.
+        end-of-turn token, or with the text. Raises ValueError for a template that renders earlier messages anew later.
         """
         text = self._apply_template(messages, tools, add_generation_prompt=False)
         self._refuse_lost_characters(text)
@@ -115,8 +117,8 @@ class Tokenizer:
             before = self._apply_template(messages[:position], tools, add_generation_prompt=True)
             if not text.startswith(before):
                 raise ValueError(
-                    f"message {position}: the chat template renders the messages before it differently alone than in the "
-                    "whole conversation, so the assistant's span is unknown; change tokenizer's chat_template"
+                    f"message {position}: the chat template renders the messages before it differently alone than in "
+                    "the whole conversation, so the assistant's span is unknown; change the tokenizer's chat_template"
                 )
             first = int(np.searchsorted(token_starts, len(before)))
             last = next((int(end) for end in ends if end >= first), len(ids) - 1)

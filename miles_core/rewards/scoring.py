@@ -23,7 +23,7 @@ class Scorer:
         self._failure_tolerance = failure_tolerance
 
     def __call__(self, groups: Sequence[Sequence[Sample]]) -> tuple[list[SampleGroup], dict[str, float]]:
-        """Scored groups in the same order, and `rollout/no_answer` and `rollout/reward_failures`, both counts of samples.
+        """Scored groups in the same order, and the counts of samples `rollout/no_answer` and `rollout/reward_failures`.
 
         A sample whose reward function raises gets the status FAILED and no reward; samples that had failed before keep
         both. `RewardError` when more than `reward.failure_tolerance` raise (with the first one's message), and for any

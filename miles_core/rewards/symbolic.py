@@ -13,7 +13,7 @@ import os
 import select
 import subprocess
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 from miles_core.types import Prompt, Score
 
@@ -53,7 +53,7 @@ class SymbolicReward:
             self._worker.communicate()
             self._worker = None
 
-    def _ask(self, question: dict[str, str]) -> dict[str, object]:
+    def _ask(self, question: dict[str, str]) -> dict[str, Any]:
         if self._worker is None or self._worker.poll() is not None:
             self._worker = _start_worker()
         worker = self._worker

@@ -20,5 +20,7 @@ def build_task(config: TaskConfig) -> Task:
         return ReasoningGymTask(config)
     if config.name not in TASKS:
         known = [*TASKS, f"{PREFIX}NAME"]
-        raise DataError([f"data.task.name {config.name!r} must be one of {', '.join(known)}{nearest(config.name, known)}"])
+        raise DataError(
+            [f"data.task.name {config.name!r} must be one of {', '.join(known)}{nearest(config.name, known)}"]
+        )
     return TASKS[config.name](config)

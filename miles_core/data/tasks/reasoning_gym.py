@@ -42,24 +42,24 @@ class ReasoningGymTask:
     def rows(self, split: Split) -> list[Row]:
         config = self._config
         wanted = config.eval_size if split == "eval" else config.eval_size + config.train_size
-        entries: dict[str, dict[str, Any]] = {}
+        by_question: dict[str, dict[str, Any]] = {}
         for draw in range(self._draws):
-            if len(entries) == wanted:
+            if len(by_question) == wanted:
                 break
             entry = self._dataset[draw]
-            entries.setdefault(entry["question"], entry)
+            by_question.setdefault(entry["question"], entry)
+        entries = list(by_question.values())
         if len(entries) < wanted:
             raise DataError(
                 [
                     f"data.task.train_size {config.train_size} + data.task.eval_size {config.eval_size} = "
-                    f"{config.train_size + config.eval_size} prompts, but {config.name} with params {config.params} gave "
-                    f"only {len(entries)} different ones in {self._draws} draws: lower a size or widen the params"
+                    f"{config.train_size + config.eval_size} prompts, but {config.name} with params {config.params} "
+                    f"gave only {len(entries)} different ones in {self._draws} draws: lower a size or widen the params"
                 ]
             )
-        chosen = list(entries.values())[: config.eval_size] if split == "eval" else list(entries.values())[config.eval_size :]
         return [
             Row(f"{config.name} {split} prompt {i}", entry["question"], entry["answer"], {"entry": entry})
-            for i, entry in enumerate(chosen)
+            for i, entry in enumerate(entries if split == "eval" else entries[config.eval_size :])
         ]
 
     def score(self, prompt: Prompt, response: str) -> Score:

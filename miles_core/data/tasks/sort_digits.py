@@ -1,4 +1,4 @@
-"""`sort_digits`: "312=" asks for "123". Small enough that a model with random weights learns it within minutes on a CPU."""
+"""`sort_digits`: "312=" asks for "123". A model with random weights learns it within minutes on a CPU."""
 
 import random
 
@@ -35,8 +35,9 @@ class SortDigits:
         if wanted > there:
             raise DataError(
                 [
-                    f"data.task.train_size {config.train_size} + data.task.eval_size {config.eval_size} = {wanted} prompts, "
-                    f"but {self._num_digits} digits make {there}: lower a size or raise data.task.params.num_digits"
+                    f"data.task.train_size {config.train_size} + data.task.eval_size {config.eval_size} = {wanted} "
+                    f"prompts, but {self._num_digits} digits make {there}: lower a size or raise "
+                    "data.task.params.num_digits"
                 ]
             )
         self._config = config

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conversion.character_tokenizer import write_character_tokenizer
 
+from conversion.character_tokenizer import write_character_tokenizer
 from miles_core.config.data import DataConfig, TaskConfig
 from miles_core.config.model import ModelConfig, RandomModelConfig
 from miles_core.config.run import RunConfig

@@ -55,7 +55,10 @@ def test_the_label_itself_scores_one_and_nothing_scores_none(config: TaskConfig)
             "raise data.task.params.num_digits",
         ),
         ({"params": {"num_digits": 0}}, "data.task.params.num_digits = 0: must be at least 1"),
-        ({"params": {"num_digit": 3}}, "unknown option data.task.params.num_digit; did you mean data.task.params.num_digits?"),
+        (
+            {"params": {"num_digit": 3}},
+            "unknown option data.task.params.num_digit; did you mean data.task.params.num_digits?",
+        ),
         ({"name": "sort_digit"}, "must be one of sort_digits, reasoning_gym/NAME; did you mean sort_digits?"),
         ({"name": "reasoning_gym/chain_sums"}, "has no data set 'chain_sums'; did you mean chain_sum?"),
         (

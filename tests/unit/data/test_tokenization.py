@@ -1,16 +1,17 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from conversion.character_tokenizer import EOS_ID, write_character_tokenizer
+from small_tokenizers import BOS, END_OF_TURN, EOS, TURNS, write_bpe, write_lossy
 from transformers import AutoTokenizer
 
+from conversion.character_tokenizer import EOS_ID, write_character_tokenizer
 from miles_core.data.tokenization import LostCharacterError, Tokenizer, load_tokenizer
-from small_tokenizers import BOS, END_OF_TURN, EOS, TURNS, write_bpe, write_lossy
 
 WITH_BOS = BOS + TURNS
-CONVERSATION = [
+CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "hi there"},
     {
@@ -26,6 +27,11 @@ CONVERSATION = [
 ]
 
 
+def hugging_face(folder: Path) -> Any:
+    """The bare tokenizer, to compare with."""
+    return AutoTokenizer.from_pretrained(folder)
+
+
 @pytest.fixture
 def characters(tmp_path: Path) -> Tokenizer:
     write_character_tokenizer(tmp_path, 64)
@@ -36,7 +42,7 @@ def characters(tmp_path: Path) -> Tokenizer:
 @pytest.mark.parametrize("template", [WITH_BOS, TURNS], ids=["template writes BOS", "template without BOS"])
 def test_every_path_begins_with_one_bos(tmp_path: Path, template: str, adds_bos: bool) -> None:
     tokenizer = load_tokenizer(write_bpe(tmp_path, template, adds_bos=adds_bos))
-    bos = AutoTokenizer.from_pretrained(tmp_path).bos_token_id
+    bos = hugging_face(tmp_path).bos_token_id
     messages = [{"role": "user", "content": "hi"}]
     rendered = tokenizer.render(messages, apply_chat_template=True)
     paths = [
@@ -55,7 +61,7 @@ def test_every_path_begins_with_one_bos(tmp_path: Path, template: str, adds_bos:
 
 def test_plain_text_gets_the_bos_that_the_tokenizer_adds_but_no_eos(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_bpe(tmp_path, None, adds_bos=True))
-    assert tokenizer.encode_prompt("hi").tolist() == AutoTokenizer.from_pretrained(tmp_path)("hi").input_ids
+    assert tokenizer.encode_prompt("hi").tolist() == hugging_face(tmp_path)("hi").input_ids
 
 
 def test_system_prompt_and_tools_reach_the_template(tmp_path: Path) -> None:
@@ -123,12 +129,14 @@ def test_bytes_express_every_character(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-@pytest.mark.parametrize("lists_end_of_turn", [True, False], ids=["end of turn in config", "end of turn in template only"])
+@pytest.mark.parametrize(
+    "lists_end_of_turn", [True, False], ids=["end of turn in config", "end of turn in template only"]
+)
 def test_conversation_is_one_rendering_with_the_assistant_masked_in(
     tmp_path: Path, adds_bos: bool, lists_end_of_turn: bool
 ) -> None:
     write_bpe(tmp_path, WITH_BOS, adds_bos=adds_bos, lists_end_of_turn=lists_end_of_turn)
-    tokenizer, backend = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer, backend = load_tokenizer(tmp_path), hugging_face(tmp_path)
     ids, mask = tokenizer.encode_conversation(CONVERSATION)
     assert ids.tolist() == backend.apply_chat_template(CONVERSATION, return_dict=True)["input_ids"]
     assert (mask.dtype, mask.shape) == (np.uint8, ids.shape)
@@ -141,7 +149,7 @@ def test_conversation_is_one_rendering_with_the_assistant_masked_in(
 def test_conversation_mask_equals_that_of_generation_tags(characters: Tokenizer, tmp_path: Path) -> None:
     """The character tokenizer's template marks the assistant's text itself, and transformers reads the marks."""
     ids, mask = characters.encode_conversation(CONVERSATION)
-    marked = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+    marked = hugging_face(tmp_path).apply_chat_template(
         CONVERSATION, return_dict=True, return_assistant_tokens_mask=True
     )
     assert ids.tolist() == marked["input_ids"]
@@ -150,9 +158,12 @@ def test_conversation_mask_equals_that_of_generation_tags(characters: Tokenizer,
 
 def test_a_last_turn_without_end_token_reaches_to_the_end(tmp_path: Path) -> None:
     """As in GLM-4.5, where the next turn's first token ends a turn."""
-    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
     write_bpe(tmp_path, template, adds_bos=False)
-    backend = AutoTokenizer.from_pretrained(tmp_path)
+    backend = hugging_face(tmp_path)
     user = backend.convert_tokens_to_ids("<|user|>")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [user]}))
     messages = [{"role": role, "content": role} for role in ("user", "assistant", "user", "assistant")]

@@ -1,0 +1,113 @@
+"""What can be known of the model before a run: from its configuration and headers, without torch."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conversion.families import UnknownFamilyError, UnsupportedModelError, geometry_from_config, rules_for
+from conversion.geometry import ModelGeometry
+from conversion.quantization.policy import preflight_quantize
+from conversion.random_model import RandomModel, random_config
+from conversion.safetensors_header import CheckpointError, read_headers, read_json
+from miles_core.config.run import RunConfig
+
+HUB_SCHEME = "hf://"
+_HUB_PATH = re.compile(r"hf://[\w.-]+/[\w.-]+")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model as far as it is known."""
+
+    config: Mapping[str, Any]  # config.json
+    geometry: ModelGeometry
+    shapes: Mapping[str, tuple[int, ...]] | None = None  # of its tensors, by name
+
+
+def model_faults(config: RunConfig) -> list[str]:
+    """Why the model can not be trained, converted or quantized as configured."""
+    faults: list[str] = []
+    try:
+        model = _look(config, faults)
+    except (CheckpointError, UnknownFamilyError, UnsupportedModelError) as error:
+        return [*faults, f"model.path {config.model.path}: {error}"]
+    if model is None:
+        return faults
+    return [*faults, *_mtp_faults(config, model), *_length_faults(config, model), *_quantize_faults(config, model)]
+
+
+def _look(config: RunConfig, faults: list[str]) -> _Model | None:
+    """The model, or None for one that is not on this machine yet: then the download checks it."""
+    if config.model.random is not None:
+        described = random_config(RandomModel(**config.model.random.model_dump()))
+        geometry = geometry_from_config(described)
+        rules = rules_for(geometry, geometry.mtp_num_layers)
+        return _Model(described, geometry, {name: shape for rule in rules for name, shape in rule.hf_shapes().items()})
+    path = config.model.path or ""
+    if path.startswith(HUB_SCHEME):
+        return _look_into_hub_cache(config, faults)
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"no such folder (a model of the Hugging Face Hub is written {HUB_SCHEME}ORGANISATION/NAME)"
+        )
+    faults += _tokenizer_faults(config, folder)
+    described = read_json(folder / "config.json")
+    shapes = {name: spec.shape for name, spec in read_headers(folder).items()}
+    return _Model(described, geometry_from_config(described), shapes)
+
+
+def _look_into_hub_cache(config: RunConfig, faults: list[str]) -> _Model | None:
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    path = config.model.path or ""
+    if not _HUB_PATH.fullmatch(path):
+        faults.append(f"model.path {path!r} must be written {HUB_SCHEME}ORGANISATION/NAME")
+        return None
+    cached = try_to_load_from_cache(path.removeprefix(HUB_SCHEME), "config.json", revision=config.model.revision)
+    if isinstance(cached, str):
+        described = read_json(Path(cached))
+        return _Model(described, geometry_from_config(described))
+    if constants.HF_HUB_OFFLINE:
+        faults.append(f"model.path {path} is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it")
+    return None
+
+
+def _tokenizer_faults(config: RunConfig, folder: Path) -> list[str]:
+    if not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return [f"model.path {folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)}"]
+    settings = folder / "tokenizer_config.json"
+    has_template = (folder / "chat_template.jinja").exists() or (
+        settings.exists() and bool(json.loads(settings.read_text()).get("chat_template"))
+    )
+    if config.data.apply_chat_template and not has_template:
+        return [f"data.apply_chat_template=true, but the tokenizer in model.path {folder} has no chat template"]
+    return []
+
+
+def _mtp_faults(config: RunConfig, model: _Model) -> list[str]:
+    wanted, there = config.model.mtp_num_layers, model.geometry.mtp_num_layers
+    if wanted is None or wanted <= there:
+        return []
+    return [f"model.mtp_num_layers {wanted}, but the model has {there} MTP layer{'' if there == 1 else 's'}"]
+
+
+def _length_faults(config: RunConfig, model: _Model) -> list[str]:
+    prompt, new = config.data.max_prompt_length, config.rollout.sampling.max_new_tokens
+    limit = model.geometry.max_position
+    if prompt + new <= limit:
+        return []
+    return [
+        f"data.max_prompt_length {prompt} + rollout.sampling.max_new_tokens {new} = {prompt + new} tokens, but the "
+        f"model takes {limit}: lower one of them"
+    ]
+
+
+def _quantize_faults(config: RunConfig, model: _Model) -> list[str]:
+    if model.shapes is None:
+        return []
+    return preflight_quantize(model.config, model.shapes, config.quantize.format, config.quantize.group_size)
