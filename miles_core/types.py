@@ -12,7 +12,7 @@ One alignment holds for every per-token field. For a prompt of P = 3 tokens and 
 their rows are ignored) took for the token at index t.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -52,7 +52,7 @@ class Sample:
     status: SampleStatus
     loss_mask: np.ndarray  # uint8 [R], 1 on trainable tokens
     rollout_log_probs: np.ndarray  # float32 [R]
-    weight_versions: np.ndarray  # int32 [R], version of the weights that sampled each token
+    weight_versions: np.ndarray  # int32 [R], version of the weights that sampled each token; -1: a given token
     routed_experts: np.ndarray | None = None  # int16 [P + R - 1, layers, top_k]
     reward: float | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +100,11 @@ class SampleGroup:
 
 @dataclass(frozen=True)
 class TrainSample:
-    """What the trainer sees of a sample. R-long fields are aligned like those of `Sample`."""
+    """What the trainer sees of a sample. R-long fields are aligned like those of `Sample`.
+
+    Raises:
+        ValueError: a per-token field is not R long; names the sample.
+    """
 
     index: int
     tokens: np.ndarray  # int32 [T]
@@ -111,4 +115,19 @@ class TrainSample:
     rollout_log_probs: np.ndarray  # float32 [R]
     old_log_probs: np.ndarray | None = None  # float32 [R]; None: the current policy's own, detached
     ref_log_probs: np.ndarray | None = None  # float32 [R]
+    teacher_log_probs: np.ndarray | None = None  # float32 [R]
+    teacher_top_k_ids: np.ndarray | None = None  # int32 [R, k], the teacher's likeliest tokens in place of each token
+    teacher_top_k_log_probs: np.ndarray | None = None  # float32 [R, k]
+    old_values: np.ndarray | None = None  # float32 [R], the critic's before the rollout's first step
+    returns: np.ndarray | None = None  # float32 [R], what the critic learns
     routed_experts: np.ndarray | None = None  # int16 [T - 1, layers, top_k]
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if item.name in ("index", "tokens", "response_length", "routed_experts"):
+                continue
+            value, length = getattr(self, item.name), self.response_length
+            if value is not None and len(value) != length:
+                raise ValueError(
+                    f"sample {self.index}: {item.name} has {len(value)} entries, the response {length} tokens"
+                )

@@ -42,7 +42,7 @@ class MicroBatch:
     response_lengths: tuple[int, ...]  # of each sample; they add up to N
     tokens: Tensor  # int64 [B, S]
     packed: PackedLayout | None
-    fed_rows: Tensor  # int64 [sum(T_i - 1)], flat place of each sample's tokens but the last, which predicts nothing
+    fed_rows: Tensor  # int64 [sum(T_i - 1)], flat place of each sample's tokens but the last, which no engine fed
     logit_positions: Tensor  # int64 [N], flat
     targets: Tensor  # int64 [N]
     sequence_ids: Tensor  # int64 [N], which sample, counted within this micro-batch
@@ -52,6 +52,10 @@ class MicroBatch:
     rollout_log_probs: Tensor  # float32 [N]
     old_log_probs: Tensor | None  # float32 [N]
     ref_log_probs: Tensor | None  # float32 [N]
+    teacher_top_k_ids: Tensor | None  # int64 [N, k]
+    teacher_top_k_log_probs: Tensor | None  # float32 [N, k]
+    old_values: Tensor | None  # float32 [N]
+    returns: Tensor | None  # float32 [N]
     routed_experts: Tensor | None = None  # int16 [S * B, layers, top_k], flat; see routing_replay/alignment.py
 
     def to(self, device: torch.device) -> Self:
@@ -89,7 +93,7 @@ def build_micro_batch(
 
     Raises:
         ValueError: a response starts at the first token, so that nothing scores it; or only some of the samples have
-            old or reference log-probs.
+            an optional field.
     """
     samples = [batch[i] for i in plan.samples]
     for sample in samples:
@@ -131,6 +135,10 @@ def build_micro_batch(
         rollout_log_probs=_join([s.rollout_log_probs for s in samples], np.float32),
         old_log_probs=_join_optional(samples, "old_log_probs"),
         ref_log_probs=_join_optional(samples, "ref_log_probs"),
+        teacher_top_k_ids=_join_optional(samples, "teacher_top_k_ids", np.int64),
+        teacher_top_k_log_probs=_join_optional(samples, "teacher_top_k_log_probs"),
+        old_values=_join_optional(samples, "old_values"),
+        returns=_join_optional(samples, "returns"),
     )
 
 
@@ -160,10 +168,10 @@ def _join(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
     return torch.from_numpy(np.concatenate([np.asarray(p) for p in parts] or [np.empty(0)]).astype(dtype))
 
 
-def _join_optional(samples: Sequence[TrainSample], field: str) -> Tensor | None:
+def _join_optional(samples: Sequence[TrainSample], field: str, dtype: type = np.float32) -> Tensor | None:
     values = [getattr(s, field) for s in samples]
     if all(v is None for v in values):
         return None
     if missing := [s.index for s, v in zip(samples, values, strict=True) if v is None]:
         raise ValueError(f"{field}: samples {missing} have none while others of the same batch do; give all or none")
-    return _join(values, np.float32)
+    return _join(values, dtype)

@@ -93,6 +93,8 @@ class AlgorithmConfig(Section):
     """GAE (PPO): 1 is the return less the value, 0 the one-step difference."""
     value_clip: float = Field(0.2, gt=0)
     """PPO's critic: a value may leave its old one by this much before its loss stops rewarding it."""
+    critic_warmup_rollouts: int = Field(0, ge=0)
+    """PPO: for so many first rollouts only the critic is trained."""
     normalize_advantages: bool = False
     """Whiten advantages over the trainable tokens of the whole rollout."""
     distill_kl_coef: float = Field(0.0, ge=0)
@@ -127,6 +129,8 @@ class AlgorithmConfig(Section):
             faults.append(f"algorithm.gamma {self.gamma} has no effect on {estimator}: leave it at 1")
         if self.gae_lambda != 1 and estimator != "ppo":
             faults.append(f"algorithm.gae_lambda {self.gae_lambda} has no effect on {estimator}: leave it at 1")
+        if self.critic_warmup_rollouts and estimator != "ppo":
+            faults.append(f"algorithm.critic_warmup_rollouts {self.critic_warmup_rollouts} has no effect without ppo")
         if estimator == "gspo" and loss != "gspo":
             faults.append(f"advantage_estimator=gspo needs policy_loss=gspo, found {loss}; grpo goes with any loss")
         if estimator == "none" and loss != "sft" and not (self.distill_kl_coef or self.distill_top_k_coef):
@@ -156,6 +160,11 @@ class AlgorithmConfig(Section):
         if self.off_policy.method != "none":
             faults.append(f"off_policy.method={self.off_policy.method} has no effect on policy_loss=sft")
         return faults
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether given answers are learned: nothing is sampled, so no rollout engine runs."""
+        return self.policy_loss == "sft"
 
     @property
     def needs_reference(self) -> bool:

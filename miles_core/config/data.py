@@ -23,14 +23,23 @@ class TaskConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts: exactly one of `task` and `prompts`."""
+    """What is trained on: exactly one of `task`, `prompts` and `conversations`.
+
+    Supervised fine-tuning takes any of them: whole conversations, or prompts whose label is the answer to learn.
+    """
 
     task: TaskConfig | None = None
     """Generated prompts."""
     prompts: str | None = None
     """JSONL file of training prompts."""
+    conversations: str | None = None
+    """JSONL file of whole conversations for supervised fine-tuning: chat messages under `messages`, schemas of tools,
+    if any, under `tools`. What the assistant says is learned."""
+    max_conversation_length: int | None = Field(None, ge=2)
+    """Supervised fine-tuning: longer conversations (in tokens) are cut; null takes the longest sequence that the model
+    takes."""
     eval_prompts: str | None = None
-    """JSONL file of held-out prompts; needed with `prompts` when the run evaluates."""
+    """JSONL file of held-out prompts, which the evaluation scores; needed with `prompts` and `conversations`."""
     input_key: str = "input"
     """Field that holds the prompt: a string, or a list of chat messages."""
     label_key: str | None = "label"
@@ -46,9 +55,12 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> "DataConfig":
-        if (self.task is None) == (self.prompts is None):
-            found = "neither" if self.task is None else "both"
-            raise ValueError(f"exactly one of data.task and data.prompts must be set, found {found}")
+        found = [name for name in ("task", "prompts", "conversations") if getattr(self, name) is not None]
+        if len(found) != 1:
+            raise ValueError(
+                "exactly one of data.task, data.prompts and data.conversations must be set, found "
+                f"{' and '.join(found) or 'none'}"
+            )
         if self.system_prompt is not None and not self.apply_chat_template:
             raise ValueError("data.system_prompt needs data.apply_chat_template=true")
         return self
@@ -63,7 +75,8 @@ class RewardConfig(Section):
     function: str | None = None
     """`package.module:name` of a function (prompt, response, label, metadata) -> float, for type=function."""
     failure_tolerance: int = Field(0, ge=0)
-    """Samples per rollout whose scorer may fail; they are left out and counted. More end the run with the first error."""
+    """Samples per rollout whose scorer may fail; they are left out and counted. More end the run with the first
+    error."""
 
     @model_validator(mode="after")
     def _function_given(self) -> "RewardConfig":

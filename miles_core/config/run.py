@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from miles_core.config.algorithm import AlgorithmConfig
 from miles_core.config.base import Section
 from miles_core.config.data import DataConfig, RewardConfig
+from miles_core.config.distillation import DistillationConfig
 from miles_core.config.faults import FaultsError
 from miles_core.config.model import ModelConfig, QuantizeConfig
 from miles_core.config.rollout import RolloutConfig
@@ -91,6 +92,8 @@ class RunConfig(Section):
     """Sampling."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Learning rule."""
+    distillation: DistillationConfig = DistillationConfig()
+    """Teachers."""
     trainer: TrainerConfig = TrainerConfig()
     """Optimization."""
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -117,40 +120,122 @@ class RunConfig(Section):
         """Optimizer steps of one rollout."""
         return self.samples_per_rollout // self.global_batch_size
 
+    def warnings(self) -> list[str]:
+        """What is possible but seldom meant: off-policy training that nothing corrects."""
+        algorithm = self.algorithm
+        if algorithm.is_supervised or algorithm.off_policy.method != "none":
+            return []
+        found = []
+        if self.steps_per_rollout > 1 and algorithm.opsm_delta is None:
+            found.append(
+                f"trainer.global_batch_size {self.global_batch_size} makes {self.steps_per_rollout} optimizer steps of "
+                "a rollout: the later ones train on responses of an older policy, held in check by the loss's own clip "
+                "alone; algorithm.off_policy.method and algorithm.opsm_delta bound it further"
+            )
+        if self.quantize.format != "none":
+            found.append(
+                f"quantize.format={self.quantize.format}: the rollout's model is not quite the trained one, and "
+                "nothing corrects the difference; set algorithm.off_policy.method, for instance to tis"
+            )
+        return found
+
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":
-        faults = []
-        r, t = self.rollout, self.trainer
-        samples = self.samples_per_rollout
-        per_pass = t.micro_batch_size * t.data_parallel_size
-        if samples % self.global_batch_size:
-            faults.append(
-                f"rollout.batch_size {r.batch_size} x rollout.n_samples_per_prompt {r.n_samples_per_prompt} = {samples} "
-                f"samples are no multiple of trainer.global_batch_size {self.global_batch_size}: "
-                f"{samples % self.global_batch_size} samples of each rollout ({r.num_rollout} rollouts make "
-                f"{samples * r.num_rollout}) would remain; change one of the three"
-            )
-        elif self.global_batch_size % per_pass:
-            faults.append(
-                f"trainer.global_batch_size {self.global_batch_size} is no multiple of trainer.micro_batch_size "
-                f"{t.micro_batch_size} x {t.data_parallel_size} data-parallel ranks = {per_pass}; change one of them"
-            )
-        over = r.over_sampling_batch_size
-        if over is not None and not r.dynamic_sampling:
-            faults.append(f"rollout.over_sampling_batch_size {over} needs rollout.dynamic_sampling=true")
-        elif over is not None and over < r.batch_size:
-            faults.append(f"rollout.over_sampling_batch_size {over} is below rollout.batch_size {r.batch_size}")
-        if self.algorithm.advantage_estimator == "rloo" and r.n_samples_per_prompt < 2:
-            faults.append(f"rloo needs rollout.n_samples_per_prompt of at least 2, found {r.n_samples_per_prompt}")
-        if self.reward.type == "task" and self.data.task is None:
-            faults.append("reward.type=task needs data.task; for data.prompts choose exact_match, math or function")
-        if self.reward.type in ("exact_match", "math", "boxed_math") and self.data.label_key is None:
-            faults.append(f"reward.type={self.reward.type} compares with a label: set data.label_key")
-        if self.data.prompts is not None and self.data.eval_prompts is None:
-            faults.append("data.prompts needs data.eval_prompts, the held-out set that the evaluation scores")
+        faults = [*_batch_faults(self), *_data_faults(self), *_algorithm_faults(self)]
+        if self.algorithm.is_supervised:
+            faults += _supervised_faults(self)
         if faults:
             raise FaultsError(faults)
         return self
+
+
+def _batch_faults(config: RunConfig) -> list[str]:
+    faults = []
+    r, t = config.rollout, config.trainer
+    samples = config.samples_per_rollout
+    per_pass = t.micro_batch_size * t.data_parallel_size
+    if samples % config.global_batch_size:
+        faults.append(
+            f"rollout.batch_size {r.batch_size} x rollout.n_samples_per_prompt {r.n_samples_per_prompt} = {samples} "
+            f"samples are no multiple of trainer.global_batch_size {config.global_batch_size}: "
+            f"{samples % config.global_batch_size} samples of each rollout ({r.num_rollout} rollouts make "
+            f"{samples * r.num_rollout}) would remain; change one of the three"
+        )
+    elif config.global_batch_size % per_pass:
+        faults.append(
+            f"trainer.global_batch_size {config.global_batch_size} is no multiple of trainer.micro_batch_size "
+            f"{t.micro_batch_size} x {t.data_parallel_size} data-parallel ranks = {per_pass}; change one of them"
+        )
+    over = r.over_sampling_batch_size
+    if over is not None and not r.dynamic_sampling:
+        faults.append(f"rollout.over_sampling_batch_size {over} needs rollout.dynamic_sampling=true")
+    elif over is not None and over < r.batch_size:
+        faults.append(f"rollout.over_sampling_batch_size {over} is below rollout.batch_size {r.batch_size}")
+    return faults
+
+
+def _data_faults(config: RunConfig) -> list[str]:
+    faults = []
+    data, reward = config.data, config.reward
+    if reward.type == "task" and data.task is None:
+        faults.append("reward.type=task needs data.task; for prompts of a file choose exact_match, math or function")
+    if reward.type in ("exact_match", "math", "boxed_math") and data.label_key is None:
+        faults.append(f"reward.type={reward.type} compares with a label: set data.label_key")
+    if data.task is None and data.eval_prompts is None:
+        source = "prompts" if data.prompts is not None else "conversations"
+        faults.append(f"data.{source} needs data.eval_prompts, the held-out set that the evaluation scores")
+    if data.conversations is not None and not config.algorithm.is_supervised:
+        faults.append("data.conversations holds answers to learn: set algorithm.policy_loss=sft, or give data.prompts")
+    return faults
+
+
+def _algorithm_faults(config: RunConfig) -> list[str]:
+    faults = []
+    algorithm, r, teachers = config.algorithm, config.rollout, config.distillation.teachers
+    if algorithm.advantage_estimator == "rloo" and r.n_samples_per_prompt < 2:
+        faults.append(f"rloo needs rollout.n_samples_per_prompt of at least 2, found {r.n_samples_per_prompt}")
+    if algorithm.overlong_buffer is not None and algorithm.overlong_buffer > r.sampling.max_new_tokens:
+        faults.append(
+            f"algorithm.overlong_buffer {algorithm.overlong_buffer} is longer than rollout.sampling.max_new_tokens "
+            f"{r.sampling.max_new_tokens}"
+        )
+    if algorithm.critic_warmup_rollouts >= r.num_rollout:
+        faults.append(
+            f"algorithm.critic_warmup_rollouts {algorithm.critic_warmup_rollouts} leaves none of rollout.num_rollout "
+            f"{r.num_rollout} to the policy"
+        )
+    if config.trainer.critic_optimizer is not None and not algorithm.needs_critic:
+        faults.append(f"trainer.critic_optimizer has no effect on {algorithm.advantage_estimator}: ppo has a critic")
+    if algorithm.needs_teacher and not teachers:
+        faults.append("algorithm.distill_kl_coef and distill_top_k_coef need distillation.teachers, found none")
+    if teachers and not algorithm.needs_teacher:
+        faults.append(
+            f"distillation.teachers names {len(teachers)} that nothing asks: set algorithm.distill_kl_coef or "
+            "algorithm.distill_top_k_coef"
+        )
+    if algorithm.distill_top_k_coef and len(teachers) > 1:
+        faults.append(
+            f"algorithm.distill_top_k_coef takes one teacher, found {len(teachers)} in distillation.teachers: their "
+            "likeliest tokens differ; algorithm.distill_kl_coef takes several"
+        )
+    return faults
+
+
+def _supervised_faults(config: RunConfig) -> list[str]:
+    """Options that presume sampled responses."""
+    faults = []
+    r, data = config.rollout, config.data
+    if r.n_samples_per_prompt != 1:
+        faults.append(f"policy_loss=sft needs rollout.n_samples_per_prompt=1, found {r.n_samples_per_prompt}")
+    if r.sampling.temperature != 1:
+        faults.append(
+            f"policy_loss=sft learns at temperature 1, found rollout.sampling.temperature {r.sampling.temperature}"
+        )
+    if r.dynamic_sampling:
+        faults.append("rollout.dynamic_sampling=true has no effect on policy_loss=sft")
+    if data.prompts is not None and data.label_key is None:
+        faults.append("policy_loss=sft on data.prompts learns the labels as answers: set data.label_key")
+    return faults
 
 
 Stage = Literal["download", "convert", "quantize", "train", "export", "evaluate", "upload"]

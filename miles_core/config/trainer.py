@@ -62,9 +62,12 @@ class TrainerConfig(Section):
     packing: bool = True
     """Lay the sequences of a micro-batch end to end instead of padding them; the result is the same."""
     routing_replay: bool = True
-    """R3: a MoE takes the experts in training that the rollout engine took (no effect on a dense model)."""
+    """R3: a MoE takes the experts in training that the rollout engine took (no effect on a dense model, nor in
+    supervised fine-tuning)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
+    critic_optimizer: OptimizerConfig | None = None
+    """Those of PPO's critic; null takes the policy's."""
     parallel: ParallelConfig = ParallelConfig()
     """Parallel layout."""
     checkpoint: CheckpointConfig = CheckpointConfig()

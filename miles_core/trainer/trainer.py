@@ -17,9 +17,17 @@ class Trainer(Protocol):
         """Log-probs of the response tokens, float32 [R] each, in the order of the batch, logits / temperature."""
         ...
 
+    def values(self, batch: Sequence[TrainSample]) -> list[np.ndarray]:
+        """PPO: the critic's value before each response token, float32 [R] each, in the order of the batch."""
+        ...
+
     def train_step(self, batch: Sequence[TrainSample]) -> dict[str, float]:
         """One optimizer step on a global batch; metrics are of the whole batch. A non-finite gradient leaves the
         weights as they are and is reported as `train/skipped_steps` = 1."""
+        ...
+
+    def train_critic(self, batch: Sequence[TrainSample]) -> dict[str, float]:
+        """PPO: one step of the critic's optimizer, as `train_step` is one of the policy's; metrics `train/critic-*`."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -31,7 +39,7 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Writes model, optimizer, schedule and RNG state in torch_dist format."""
+        """Writes model, critic, optimizers, schedule and RNG state in torch_dist format."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PER_TOKEN = ("old_log_probs", "ref_log_probs", "teacher_log_probs", "values")
+PER_TOKEN = ("old_log_probs", "ref_log_probs", "teacher_log_probs", "values", "rollout_log_probs")
 
 
 class NonFiniteInputError(ValueError):
@@ -26,6 +26,7 @@ class SampleView:
     ref_log_probs: np.ndarray | None = None  # [R], for kl_coef
     teacher_log_probs: np.ndarray | None = None  # [R], for distill_kl_coef
     values: np.ndarray | None = None  # [R], the critic's before each token; for ppo
+    rollout_log_probs: np.ndarray | None = None  # [R], the engine's; only checked here, the loss uses them
 
     def __post_init__(self) -> None:
         for name in PER_TOKEN:

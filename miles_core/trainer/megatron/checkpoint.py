@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 from conversion.torch_dist_keys import sharded_state_dict_metadata
 from miles_core.trainer.megatron.model import PolicyModel
-from miles_core.trainer.megatron.optimizer import PolicyOptimizer
+from miles_core.trainer.megatron.optimizer import ModelOptimizer
 from miles_core.trainer.megatron.reference import ReferenceWeights
 
 _REFERENCE = "reference"
@@ -33,7 +33,7 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
     model.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
 
 
-def save(folder: Path, model: PolicyModel, optimizer: PolicyOptimizer, reference: ReferenceWeights | None) -> None:
+def save(folder: Path, model: PolicyModel, optimizer: ModelOptimizer, reference: ReferenceWeights | None) -> None:
     """Collective. Returns when everything is on disk."""
     model_state = _model_state(model)
     state = {
@@ -49,7 +49,7 @@ def save(folder: Path, model: PolicyModel, optimizer: PolicyOptimizer, reference
             _write({"model": _model_state(model)}, folder / _REFERENCE)
 
 
-def load(folder: Path, model: PolicyModel, optimizer: PolicyOptimizer, reference: ReferenceWeights | None) -> None:
+def load(folder: Path, model: PolicyModel, optimizer: ModelOptimizer, reference: ReferenceWeights | None) -> None:
     """Reads what `save` wrote, at whatever layout. Collective."""
     if reference is not None and (folder / _REFERENCE).is_dir():
         load_weights(model, folder / _REFERENCE)

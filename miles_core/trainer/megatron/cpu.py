@@ -84,16 +84,18 @@ def _replace_factories() -> None:
 
 
 def _replace_rng_tracker() -> None:
-    # Sequence parallel blocks fork the CUDA generator's state around dropout; dropout is 0 here.
+    # Sequence parallel blocks fork the CUDA generator's state around dropout, and recomputation puts it back to where
+    # it was. Dropout is 0 here.
     import megatron.core.tensor_parallel.random as random
 
     class NullTracker:
         def fork(self, name: str = "") -> contextlib.AbstractContextManager[None]:
             return contextlib.nullcontext()
 
-    tracker = NullTracker()
-    random._CUDA_RNG_STATE_TRACKER = tracker
+    random._CUDA_RNG_STATE_TRACKER = NullTracker()
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+    random._get_all_rng_states = lambda: ()
+    random._set_all_rng_states = lambda *states: None
 
 
 def _do_without_transformer_engine() -> None:

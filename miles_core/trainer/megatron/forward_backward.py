@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -19,61 +19,43 @@ from miles_core.trainer.megatron.model import PolicyModel
 from miles_core.trainer.megatron.routing_replay import RoutingReplay
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
+Result = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
+"""(micro-batch, hidden states of the last stage) -> share in the loss, and what to hand back."""
 
 
 @dataclass(frozen=True)
-class PolicyPass:
-    """Runs micro-batches through the model. On ranks without the last pipeline stage the results are empty lists."""
+class ModelPass:
+    """Runs micro-batches through a model. On ranks without the last pipeline stage the results are empty lists."""
 
     ddp: DistributedDataParallel
-    model: PolicyModel
-    algorithm: AlgorithmConfig
-    temperature: float
     replay: RoutingReplay | None
 
-    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Log-probs of the response tokens, float32 [N] for each micro-batch. No gradient."""
-
-        def result(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            log_probs, _ = self._scored(micro_batch, hidden, with_entropy=False)
-            return log_probs.sum(), _NO_TOKENS, log_probs
-
+    def forward(self, micro_batches: Sequence[MicroBatch], result: Result) -> list[Any]:
+        """What `result` hands back for each micro-batch. No gradient."""
         with torch.no_grad():
-            return self._run(micro_batches, result, forward_only=True)
+            results = self._run(micro_batches, result, forward_only=True)
+        self.replay_counts()  # only those of steps are reported
+        return results
 
-    def gradients(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
-        """Adds the gradients of the batch's loss to the model's buffers, summed over all ranks.
-
-        Returns the objective's metrics of each micro-batch, which add up over micro-batches and data-parallel ranks.
-        """
-
-        def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            log_probs, entropy = self._scored(micro_batch, hidden, with_entropy=self.algorithm.entropy_coef > 0)
-            value, metrics = policy_objective(_objective_inputs(micro_batch, log_probs, entropy), self.algorithm)
-            return value, _NO_TOKENS, metrics
-
+    def backward(self, micro_batches: Sequence[MicroBatch], result: Result) -> list[Any]:
+        """The same; leaves the gradients of the added-up losses in the model's buffers, summed over all ranks."""
         self.ddp.zero_grad_buffer()
-        return self._run(micro_batches, loss, forward_only=False)
+        return self._run(micro_batches, result, forward_only=False)
 
-    def _scored(self, micro_batch: MicroBatch, hidden: Tensor, *, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        rows = self.model.output_inputs(hidden).index_select(0, micro_batch.logit_positions)
-        geometry = self.model.geometry
-        return token_log_probs(
-            rows,
-            self.model.output_weight(),
-            micro_batch.targets,
-            temperature=self.temperature,
-            vocab_size=geometry.vocab_size,
-            logit_softcap=geometry.logit_softcap,
-            with_entropy=with_entropy,
-        )
+    def replay_counts(self) -> dict[str, float]:
+        """Forgets the routes that were replayed; see `RoutingReplay.finish`. Empty where none are."""
+        return self.replay.finish() if self.replay else {}
 
-    def _run(self, micro_batches: Sequence[MicroBatch], result: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+    def _run(self, micro_batches: Sequence[MicroBatch], result: Result, *, forward_only: bool) -> list[Any]:
+        def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+            value, handed_back = result(micro_batch, hidden)
+            return value, _NO_TOKENS, handed_back
+
         def forward_step(iterator: Iterator[MicroBatch], _: DistributedDataParallel) -> tuple[Tensor, LossFunction]:
             micro_batch = next(iterator)
             with self.replay.of(micro_batch) if self.replay else nullcontext():
-                hidden = self.model.run(micro_batch)
-            return hidden, partial(result, micro_batch)
+                hidden = self.ddp.module.run(micro_batch)
+            return hidden, partial(loss, micro_batch)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -86,25 +68,88 @@ class PolicyPass:
         )
 
 
+@dataclass(frozen=True)
+class PolicyPass:
+    """Log-probs of the policy, and the gradients of its loss."""
+
+    passes: ModelPass
+    model: PolicyModel
+    algorithm: AlgorithmConfig
+    temperature: float
+
+    def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """Log-probs of the response tokens, float32 [N] for each micro-batch. No gradient."""
+
+        def result(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+            log_probs, _ = self._scored(micro_batch, hidden, micro_batch.targets.unsqueeze(-1), with_entropy=False)
+            return log_probs.sum(), log_probs.squeeze(-1)
+
+        return self.passes.forward(micro_batches, result)
+
+    def gradients(self, micro_batches: Sequence[MicroBatch]) -> list[dict[str, Tensor]]:
+        """Leaves the gradients of the batch's loss in the model's buffers.
+
+        Returns the objective's metrics of each micro-batch, which add up over micro-batches and data-parallel ranks.
+        """
+
+        def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            scored = micro_batch.targets.unsqueeze(-1)
+            if micro_batch.teacher_top_k_ids is not None:
+                scored = torch.cat([scored, micro_batch.teacher_top_k_ids], dim=-1)
+            log_probs, entropy = self._scored(micro_batch, hidden, scored, with_entropy=self.algorithm.entropy_coef > 0)
+            return policy_objective(_objective_inputs(micro_batch, log_probs, entropy), self.algorithm)
+
+        return self.passes.backward(micro_batches, loss)
+
+    def _scored(
+        self, micro_batch: MicroBatch, hidden: Tensor, token_ids: Tensor, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = self.model.output_inputs(hidden).index_select(0, micro_batch.logit_positions)
+        geometry = self.model.geometry
+        return token_log_probs(
+            rows,
+            self.model.output_weight(),
+            token_ids,
+            temperature=self.temperature,
+            vocab_size=geometry.vocab_size,
+            logit_softcap=geometry.logit_softcap,
+            with_entropy=with_entropy,
+        )
+
+
 # What our loss functions report as the number of tokens: the loss is weighted already, so nothing may divide by it.
 _NO_TOKENS = torch.zeros([], dtype=torch.int)
 
 
-def sum_gradients(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+def data_parallel(model: PolicyModel) -> DistributedDataParallel:
+    """The model with gradient buffers that add up over ranks."""
+    config = model.config
+    ddp = DistributedDataParallel(
+        config=config, ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True), module=model
+    )
+    config.finalize_model_grads_func = _sum_gradients
+    config.no_sync_func = ddp.no_sync
+    return ddp
+
+
+def _sum_gradients(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """`finalize_model_grads` that adds up over ranks and divides by nothing."""
     finalize_model_grads(model, None, **kwargs)
 
 
 def _objective_inputs(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> ObjectiveInputs:
-    old_log_probs = micro_batch.old_log_probs
+    """`log_probs` [N, 1 + k] are those of the response tokens and of the teacher's likeliest ones."""
+    of_targets, old_log_probs = log_probs[:, 0], micro_batch.old_log_probs
     return ObjectiveInputs(
-        log_probs=log_probs,
+        log_probs=of_targets,
         entropy=entropy,
-        old_log_probs=log_probs.detach() if old_log_probs is None else old_log_probs,
+        old_log_probs=of_targets.detach() if old_log_probs is None else old_log_probs,
         rollout_log_probs=micro_batch.rollout_log_probs,
         ref_log_probs=micro_batch.ref_log_probs,
         advantages=micro_batch.advantages,
         loss_mask=micro_batch.loss_mask,
         loss_weights=micro_batch.loss_weights,
         sequence_ids=micro_batch.sequence_ids,
+        top_k_log_probs=None if micro_batch.teacher_top_k_ids is None else log_probs[:, 1:],
+        teacher_top_k_log_probs=micro_batch.teacher_top_k_log_probs,
     )

@@ -25,19 +25,19 @@ def token_log_probs(
     logit_softcap: float | None = None,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(hidden @ weight^T / temperature)[target] in fp32, differentiable, with any tensor-parallel layout.
+    """log softmax(hidden @ weight^T / temperature)[targets] in fp32, differentiable, with any tensor-parallel layout.
 
     Args:
         hidden: [N, hidden], the same on all tensor-parallel ranks.
         output_weight: [V / t, hidden], this rank's rows; rows from `vocab_size` on are padding.
-        targets: int64 [N], in [0, vocab_size).
+        targets: int64 [N, m], m tokens of each distribution, in [0, vocab_size).
         temperature: of the rollout; divides the logits before the softmax.
         vocab_size: true size of the vocabulary.
         logit_softcap: logits pass cap * tanh(logit / cap) first (Gemma 2).
         with_entropy: also give the entropy of each distribution.
 
     Returns:
-        log-probs fp32 [N], entropy fp32 [N] or None.
+        log-probs fp32 [N, m], entropy fp32 [N] or None.
     """
 
     def rows(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -57,7 +57,7 @@ def token_log_probs(
 
 
 class _VocabularyParallel(torch.autograd.Function):
-    """Log-prob and entropy from logits of which each tensor-parallel rank has a range of the vocabulary.
+    """Log-probs and entropy from logits of which each tensor-parallel rank has a range of the vocabulary.
 
     With p = softmax: d log p[target] / d logit_v = [v = target] - p_v, and d H / d logit_v = -p_v (log p_v + H).
     """
@@ -78,7 +78,7 @@ class _VocabularyParallel(torch.autograd.Function):
         local = targets - first
         is_here = (local >= 0) & (local < size)
         local = local.clamp(0, size - 1)
-        picked = _reduce(torch.where(is_here, shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0))
+        picked = _reduce(torch.where(is_here, shifted.gather(-1, local), 0.0))
         log_total = total.log()
         probs = exponentials / total.unsqueeze(-1)
         entropy = None
@@ -86,17 +86,17 @@ class _VocabularyParallel(torch.autograd.Function):
             entropy = log_total - _reduce((probs * shifted.clamp(min=torch.finfo(torch.float32).min)).sum(-1))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(probs, local, is_here, shifted if with_entropy else None, log_total, entropy)
-        return picked - log_total, entropy
+        return picked - log_total.unsqueeze(-1), entropy
 
     @staticmethod
     def backward(
-        ctx: Any, grad_log_prob: Tensor | None, grad_entropy: Tensor | None
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, None, None, None]:
         probs, local, is_here, shifted, log_total, entropy = ctx.saved_tensors
-        if grad_log_prob is None:
-            grad_log_prob = torch.zeros_like(log_total)
-        grad = probs * -grad_log_prob.unsqueeze(-1)
-        grad.scatter_add_(-1, local.unsqueeze(-1), torch.where(is_here, grad_log_prob, 0.0).unsqueeze(-1))
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros(local.shape, device=probs.device)
+        grad = probs * -grad_log_probs.sum(-1, keepdim=True)
+        grad.scatter_add_(-1, local, torch.where(is_here, grad_log_probs, 0.0))
         if entropy is not None and grad_entropy is not None:
             log_probs = (shifted - log_total.unsqueeze(-1)).clamp(min=torch.finfo(torch.float32).min)
             grad -= probs * (log_probs + entropy.unsqueeze(-1)) * grad_entropy.unsqueeze(-1)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
-from miles_core.config.trainer import TrainerConfig
+from miles_core.config.trainer import OptimizerConfig
 from miles_core.trainer.megatron.cpu import cuda_type_names
 
 
@@ -20,15 +21,15 @@ class StepResult:
     applied: bool
 
 
-class PolicyOptimizer:
+class ModelOptimizer:
     """One optimizer step from the gradients that the backward passes left in the model's buffers."""
 
-    def __init__(self, model: DistributedDataParallel, config: TrainerConfig) -> None:
-        self._config = config.optimizer
-        bf16 = config.precision == "bf16"
+    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig) -> None:
+        self._config = config
+        bf16 = model.config.bf16
         with cuda_type_names():
             self.megatron: ChainedOptimizer = get_megatron_optimizer(
-                OptimizerConfig(
+                MegatronOptimizerConfig(
                     optimizer="adam",
                     lr=self._config.lr,
                     weight_decay=self._config.weight_decay,

@@ -7,22 +7,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
 from miles_core.batching.micro_batch import MicroBatch
+from miles_core.routing_replay.alignment import OWN_CHOICE
 from miles_core.trainer.megatron.model import PolicyModel
 
 
 class CountingReplay(RouterReplay):
-    """Also counts how many of the replayed choices the router would have made itself."""
+    """Replays where there is something to replay, and counts how often the router would have chosen the same."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fed_rows: Tensor | None = None
         self.agreed: Tensor | int = 0  # on the device, so that counting waits for nothing
-        self.total = 0
+        self.total: Tensor | int = 0
 
     def get_replay_topk(
         self,
@@ -32,15 +33,21 @@ class CountingReplay(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        values, chosen = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+        """Scores [rows, experts] -> values and numbers of the chosen experts, both [rows, topk]."""
+        assert default_compute_topk is not None
+        values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.router_replay_action is RouterReplayAction.REPLAY_FORWARD:
-            assert default_compute_topk is not None and self.fed_rows is not None
-            with torch.no_grad():
-                own = default_compute_topk(scores, topk, num_groups, group_topk)[1][self.fed_rows]
-                replayed = chosen[self.fed_rows]
-                self.agreed = self.agreed + (own.unsqueeze(-1) == replayed.unsqueeze(-2)).sum()
-                self.total += own.numel()
-        return values, chosen
+            replayed = self.target_topk_idx
+            is_replayed = replayed[:, 0] != OWN_CHOICE
+            agreed = (own.unsqueeze(-1) == replayed.unsqueeze(-2)).sum((-1, -2))
+            self.agreed = self.agreed + (agreed * is_replayed).sum()
+            self.total = self.total + is_replayed.sum() * topk
+        elif self.router_replay_action is RouterReplayAction.REPLAY_BACKWARD:
+            replayed = self.replay_backward_list.pop(0)
+        else:
+            return values, own
+        chosen = torch.where(replayed == OWN_CHOICE, own, replayed)
+        return scores.gather(1, chosen), chosen
 
 
 class RoutingReplay:
@@ -59,10 +66,11 @@ class RoutingReplay:
     @contextmanager
     def of(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Within it the forward pass replays `micro_batch.routed_experts`; recomputation afterwards does the same."""
-        routes = micro_batch.routed_experts
-        assert routes is not None
+        assert micro_batch.routed_experts is not None
+        # With tensor parallelism each rank's routers see an equal part of the sequence.
+        parts = micro_batch.routed_experts.chunk(parallel_state.get_tensor_model_parallel_world_size())
+        routes = parts[parallel_state.get_tensor_model_parallel_rank()]
         for layer, replay in self._by_layer.items():
-            replay.fed_rows = micro_batch.fed_rows
             replay.set_target_indices(routes[:, layer].long())
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         yield
@@ -76,6 +84,6 @@ class RoutingReplay:
             replay.clear_indices()
             replay.clear_router_replay_action()
             counts["agreed"] += float(replay.agreed)
-            counts["total"] += replay.total
+            counts["total"] += float(replay.total)
             replay.agreed = replay.total = 0
         return counts

@@ -1,15 +1,14 @@
 """The Trainer on megatron-core. One object is one rank; every rank makes the same calls with the same arguments."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor
 
 from conversion.families import rules_for
@@ -18,17 +17,17 @@ from conversion.hf_to_torch_dist import HF_FOLDER, TENSORS_FILE
 from conversion.mtp import megatron_mtp_layers
 from conversion.torch_dist_reader import TorchDistFolder
 from miles_core.algorithms.objective import finalize_metrics
-from miles_core.batching.micro_batch import MicroBatch, build_micro_batch
-from miles_core.batching.sharding import plan_micro_batches
+from miles_core.algorithms.value_objective import finalize_value_metrics
 from miles_core.config.run import RunConfig
 from miles_core.device import current_device
-from miles_core.routing_replay.alignment import check_routes, with_routes
 from miles_core.trainer.megatron import checkpoint as checkpoints
 from miles_core.trainer.megatron import parallel
-from miles_core.trainer.megatron.forward_backward import PolicyPass, sum_gradients
+from miles_core.trainer.megatron.batches import Batches
+from miles_core.trainer.megatron.critic import Critic
+from miles_core.trainer.megatron.forward_backward import ModelPass, PolicyPass, data_parallel
 from miles_core.trainer.megatron.model import PolicyModel
-from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig, transformer_config
-from miles_core.trainer.megatron.optimizer import PolicyOptimizer
+from miles_core.trainer.megatron.model_config import transformer_config
+from miles_core.trainer.megatron.optimizer import ModelOptimizer
 from miles_core.trainer.megatron.reference import ReferenceWeights
 from miles_core.trainer.megatron.routing_replay import RoutingReplay
 from miles_core.trainer.megatron.weights import WholeTensors
@@ -65,67 +64,74 @@ class MegatronTrainer:
         stored = TorchDistFolder(checkpoint)
         mtp_num_layers = megatron_mtp_layers(stored.names)
         geometry = replace(geometry, mtp_num_layers=mtp_num_layers)
-        self._geometry = geometry
         self._rules = rules_for(geometry, mtp_num_layers)
         self._hf_dtypes = _hf_dtypes(checkpoint)
-        replays = config.trainer.routing_replay and geometry.moe is not None
-
-        megatron_config = transformer_config(
-            geometry, config.trainer, mtp_num_layers=mtp_num_layers, routing_replay=replays
-        )
-        self._place = parallel.join(
+        replays = config.trainer.routing_replay and geometry.moe is not None and not config.algorithm.is_supervised
+        transformer = partial(transformer_config, geometry, config.trainer, routing_replay=replays)
+        policy_config = transformer(mtp_num_layers=mtp_num_layers)
+        place = parallel.join(
             config.trainer, rank=rank, world_size=world_size, init_method=init_method, seed=config.seed
         )
         try:
-            self._build(megatron_config, mtp_num_layers, stored.folder)
+            self._batches = Batches(config, geometry, place, replays=replays)
+            self._build_policy(PolicyModel(policy_config, mtp_num_layers=mtp_num_layers), stored.folder)
+            self._critic = None
+            if config.algorithm.needs_critic:
+                self._critic = Critic(config, transformer(mtp_num_layers=0), stored.folder)
         except BaseException:
             parallel.leave()
             raise
 
-    def _build(self, megatron_config: DecoderConfig | LatentDecoderConfig, mtp_num_layers: int, weights: Path) -> None:
+    def _build_policy(self, model: PolicyModel, weights: Path) -> None:
         config = self._config
-        self._model = PolicyModel(megatron_config, mtp_num_layers=mtp_num_layers).to(current_device())
+        self._model = model.to(current_device())
         checkpoints.load_weights(self._model, weights)
-        ddp = DistributedDataParallel(
-            config=megatron_config,
-            ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True),
-            module=self._model,
-        )
-        megatron_config.finalize_model_grads_func = sum_gradients
-        megatron_config.no_sync_func = ddp.no_sync
-        self._optimizer = PolicyOptimizer(ddp, config.trainer)
-        self._replay = RoutingReplay(self._model) if megatron_config.moe_enable_routing_replay else None
+        ddp = data_parallel(self._model)
+        self._optimizer = ModelOptimizer(ddp, config.trainer.optimizer)
         self._reference = ReferenceWeights(self._model) if config.algorithm.needs_reference else None
-        self._pass = PolicyPass(ddp, self._model, config.algorithm, config.rollout.sampling.temperature, self._replay)
+        replay = RoutingReplay(self._model) if self._model.config.moe_enable_routing_replay else None
+        self._pass = PolicyPass(
+            ModelPass(ddp, replay), self._model, config.algorithm, config.rollout.sampling.temperature
+        )
 
     def log_probs(self, batch: Sequence[TrainSample], model: Literal["policy", "reference"]) -> list[np.ndarray]:
-        """Log-probs of the response tokens, float32 [R] each.
-
-        The batch is cut where optimizer steps will cut it, so that a policy that hasn't changed gives `train_step` the
-        very same values, bit for bit.
+        """Log-probs of the response tokens, float32 [R] each; see `Batches.per_token`.
 
         Raises:
             ValueError: the reference is asked for and the algorithm needs none.
         """
         if model == "policy":
-            return self._log_probs(batch)
+            return self._batches.per_token(batch, self._pass.log_probs)
         if self._reference is None:
             raise ValueError("no reference model is held: set algorithm.kl_loss_coef or algorithm.kl_coef above 0")
         with self._reference.in_place_of_policy():
-            return self._log_probs(batch)
+            return self._batches.per_token(batch, self._pass.log_probs)
+
+    def values(self, batch: Sequence[TrainSample]) -> list[np.ndarray]:
+        """The critic's value before each response token, float32 [R] each.
+
+        Raises:
+            ValueError: the algorithm has no critic.
+        """
+        return self._batches.per_token(batch, self._held_critic().values)
 
     def train_step(self, batch: Sequence[TrainSample]) -> dict[str, float]:
         """One optimizer step; see the protocol. `train/routing_replay_overlap` is the share of replayed expert choices
         that the trainer's own routers would have made."""
-        sums = _added_up(self._pass.gradients(self._micro_batches(batch)))
-        sums = self._over_ranks(sums, self._replay.finish() if self._replay else {})
-        result = self._optimizer.step()
-        agreed, total = sums.pop("agreed", 0.0), sums.pop("total", 0.0)
-        metrics = finalize_metrics(sums)
-        metrics |= {"grad_norm": result.grad_norm, "lr-pg_0": result.lr, "skipped_steps": float(not result.applied)}
-        if total:
-            metrics["routing_replay_overlap"] = agreed / total
+        sums = self._pass.gradients(self._batches.cut(batch))
+        metrics = self._step(sums, self._pass.passes, self._optimizer, finalize_metrics)
         return {f"train/{name}": value for name, value in metrics.items()}
+
+    def train_critic(self, batch: Sequence[TrainSample]) -> dict[str, float]:
+        """One step of the critic's optimizer; see the protocol.
+
+        Raises:
+            ValueError: the algorithm has no critic.
+        """
+        critic = self._held_critic()
+        sums = critic.gradients(self._batches.cut(batch))
+        metrics = self._step(sums, critic.passes, critic.optimizer, finalize_value_metrics)
+        return {f"train/critic-{name}": value for name, value in metrics.items()}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under Hugging Face names, in the number format of the model's folder. Those that need no
@@ -138,78 +144,43 @@ class MegatronTrainer:
             self._reference.refresh()
 
     def save(self, folder: Path) -> None:
-        """Writes model, optimizer, steps, RNG state, and the reference model where the run refreshes it."""
+        """Writes model, optimizer, steps, RNG state, the reference model where the run refreshes it, and the critic."""
         refreshed = self._config.algorithm.ref_update_interval is not None
         checkpoints.save(folder, self._model, self._optimizer, self._reference if refreshed else None)
+        if self._critic is not None:
+            self._critic.save(folder)
 
     def load(self, folder: Path) -> None:
         """Reads what `save` wrote, also at another parallel layout."""
         checkpoints.load(folder, self._model, self._optimizer, self._reference)
+        if self._critic is not None:
+            self._critic.load(folder)
 
     def close(self) -> None:
         """Leaves the process groups."""
         parallel.leave()
 
-    def _log_probs(self, batch: Sequence[TrainSample]) -> list[np.ndarray]:
-        ends = np.cumsum([s.response_length for s in batch])
-        flat = torch.zeros(int(ends[-1]) if len(ends) else 0)
-        step = self._config.global_batch_size
-        for start in range(0, len(batch), step):
-            micro_batches = self._micro_batches(batch[start : start + step])
-            results = self._pass.log_probs(micro_batches)
-            if not self._place.speaks_for_its_data:
-                continue
-            for micro_batch, result in zip(micro_batches, results, strict=True):
-                for sample, values in zip(micro_batch.samples, micro_batch.split(result.cpu()), strict=True):
-                    end = int(ends[start + sample])
-                    flat[end - len(values) : end] = values
-        if self._replay is not None:
-            self._replay.finish()
-        dist.all_reduce(flat)  # each token is set on one rank and 0 on all others
-        return np.split(flat.numpy(), ends[:-1])
+    def _held_critic(self) -> Critic:
+        if self._critic is None:
+            raise ValueError("no critic is held: set algorithm.advantage_estimator=ppo")
+        return self._critic
 
-    def _micro_batches(self, batch: Sequence[TrainSample]) -> list[MicroBatch]:
-        trainer = self._config.trainer
-        if self._replay is not None:
-            check_routes(batch, self._geometry)
-        passes = plan_micro_batches(
-            [len(s.tokens) for s in batch],
-            data_size=self._place.data_size,
-            micro_batch_size=trainer.micro_batch_size,
-        )
-        micro_batches = []
-        for plans in passes:
-            micro_batch = build_micro_batch(
-                batch,
-                plans[self._place.data_rank],
-                packing=trainer.packing,
-                length_multiple=trainer.parallel.tensor,
-            )
-            if self._replay is not None and self._geometry.moe is not None:
-                micro_batch = with_routes(micro_batch, batch, self._geometry.moe.num_experts)
-            micro_batches.append(micro_batch.to(current_device()))
-        return micro_batches
-
-    def _over_ranks(self, objective: dict[str, float], of_stage: dict[str, float]) -> dict[str, float]:
-        """Sums over all ranks: `objective` of those that hold results, `of_stage` of each pipeline stage."""
-        mine: dict[str, float] = objective if self._place.speaks_for_its_data else {}
-        if self._place.tensor_rank == 0:
-            mine = mine | of_stage
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-        total: dict[str, float] = {}
-        for sums in gathered:
-            for name, value in sums.items():
-                total[name] = total.get(name, 0.0) + value
-        return total
-
-
-def _added_up(metrics: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    if not metrics:
-        return {}
-    names = list(metrics[0])
-    values = torch.stack([torch.stack([m[name].float() for name in names]) for m in metrics]).double().sum(0)
-    return dict(zip(names, values.tolist(), strict=True))
+    def _step(
+        self,
+        gradient_metrics: Sequence[Mapping[str, Tensor]],
+        passes: ModelPass,
+        optimizer: ModelOptimizer,
+        finalize: Callable[[Mapping[str, float]], dict[str, float]],
+    ) -> dict[str, float]:
+        """Applies the gradients that the passes left; metrics of the whole batch."""
+        sums = self._batches.totals(gradient_metrics, passes.replay_counts())
+        result = optimizer.step()
+        agreed, total = sums.pop("agreed", 0.0), sums.pop("total", 0.0)
+        metrics = finalize(sums)
+        metrics |= {"grad_norm": result.grad_norm, "lr-pg_0": result.lr, "skipped_steps": float(not result.applied)}
+        if total:
+            metrics["routing_replay_overlap"] = agreed / total
+        return metrics
 
 
 def _hf_dtypes(checkpoint: Path) -> dict[str, torch.dtype]:
