@@ -1,6 +1,7 @@
 """Weights on their way from the trainer to an engine: few large flat buffers instead of one message a tensor."""
 
 import hashlib
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -32,19 +33,12 @@ class WeightBucket:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors as views of the buffer: read only, valid while the bucket lives."""
-        flat = torch.frombuffer(self.data, dtype=torch.uint8) if self.data.flags.writeable else _frozen(self.data)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # Ray's are not; we only read
+            flat = torch.from_numpy(self.data)
         for spec in self.specs:
             raw = flat[spec.offset : spec.offset + spec.nbytes]
             yield spec.name, raw.view(getattr(torch, spec.dtype)).reshape(spec.shape)
-
-
-def _frozen(data: np.ndarray) -> torch.Tensor:
-    # torch warns on read-only memory; we only read. (Ray hands out read-only arrays.)
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(data)
 
 
 _ALIGNMENT = 16  # so that every dtype can be viewed in place

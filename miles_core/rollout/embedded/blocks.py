@@ -16,7 +16,8 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False) -> torch.Tensor:
     """x / rms(x) over the last dim, times weight or (Gemma) 1 + weight; weight may have more dims than that."""
-    normed = F.rms_norm(x, x.shape[-1:], None, eps)
+    wide = x.float()
+    normed = (wide * wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()).to(x.dtype)
     return torch.addcmul(normed, normed, weight) if plus_one else normed.mul_(weight)
 
 

@@ -12,6 +12,8 @@ import torch
 
 from conversion.families import FAMILIES, geometry_from_config
 from conversion.geometry import ModelGeometry
+from conversion.quantization.codec import codec_from_config
+from conversion.quantization.dequantized import model_dtype
 from conversion.safetensors_io import SafetensorsFolder
 from miles_core.rollout.embedded.decoder import Decoder
 from miles_core.rollout.embedded.generation import Generation
@@ -54,11 +56,12 @@ class EmbeddedEngine:
             torch.set_num_threads(num_threads)
         config = json.loads((folder / "config.json").read_text())
         geometry = geometry_from_config(config)
-        name = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
+        torch_dtype = getattr(torch, dtype) if dtype else model_dtype(config)
         names = FAMILIES[geometry.architecture].hf_names
-        decoder = Decoder(geometry, names, getattr(torch, name), torch.device(device))
+        decoder = Decoder(geometry, names, torch_dtype, torch.device(device))
         with SafetensorsFolder(folder) as opened:
-            weights = EngineWeights(geometry, dict(decoder.tensors()), opened)
+            codec = codec_from_config(config.get("quantization_config"))
+            weights = EngineWeights(geometry, dict(decoder.tensors()), opened, codec)
         self._model: _Model | None = _Model(decoder, weights)
         self._eos_ids = _eos_ids(folder, config, geometry.vocab_size)
         self._max_batch_tokens = max_batch_tokens

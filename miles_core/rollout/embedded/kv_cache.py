@@ -28,8 +28,10 @@ class KVCache:
             return torch.zeros(num_layers, num_rows, num_heads, num_columns, width, dtype=dtype, device=device)
 
         self.num_rows, self.num_columns, self.num_heads = num_rows, num_columns, num_heads
-        self._keys = allocate(key_width)
-        self._stores = [self._keys] if value_width is None else [self._keys, allocate(value_width)]
+        self._stores = [allocate(width) for width in (key_width, value_width) if width is not None]
+        # views of each layer, made once: making one costs as much as a small operation
+        self._by_row = [[store[layer].flatten(0, 1) for store in self._stores] for layer in range(num_layers)]
+        self._by_token = [[rows.flatten(0, 1) for rows in layer] for layer in self._by_row]
 
     def fill(self, layer: int, rows: slice, source: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Row `rows.start + i` gets prompt `source[i]` of keys and values [prompts, heads, columns, d]."""
@@ -38,8 +40,8 @@ class KVCache:
 
     def append(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes one token a row, keys [rows, heads, d], to `slots` as `slots_of` gives them."""
-        for store, new in zip(self._stores, (keys, values), strict=False):
-            store[layer].view(-1, store.shape[-1]).index_copy_(0, slots, new.reshape(-1, new.shape[-1]))
+        for store, new in zip(self._by_token[layer], (keys, values), strict=False):
+            store.index_copy_(0, slots, new.flatten(0, 1))
 
     def slots_of(self, columns: torch.Tensor) -> torch.Tensor:
         """Flat indices of column `columns[row]` of each row and head, int64 [rows * heads]."""
@@ -48,7 +50,7 @@ class KVCache:
 
     def read(self, layer: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [rows * heads, columns, d] of the first rows and columns; MLA takes its values from the keys."""
-        views = [store[layer].flatten(0, 1)[: rows * self.num_heads, :columns] for store in self._stores]
+        views = [store[: rows * self.num_heads, :columns] for store in self._by_row[layer]]
         return views[0], views[-1]
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, columns: int) -> None:

@@ -7,8 +7,10 @@ from conversion.families.family import HfNames
 from conversion.geometry import ModelGeometry, MoeGeometry
 from miles_core.rollout.embedded.blocks import Allocate, Mlp, NamedTensors, gated
 
-# Multiply-adds of experts not chosen that cost less than sorting tokens by expert saves (docs/performance-engine.md).
-_CHEAP_WASTE = 2_000_000
+# Multiply-adds for experts not chosen that take less time than sorting tokens by expert, and the number of tokens
+# below which reading the weights counts instead (docs/performance-engine.md).
+_CHEAP_WASTE = 8_000_000
+_READING_TOKENS = 16
 
 
 class Router:
@@ -55,7 +57,8 @@ class MixtureOfExperts:
         self.down = allocate(moe.num_experts, moe.ffn_hidden_size, g.hidden_size)
         self.shared = Mlp(g, moe.shared_ffn_hidden_size, allocate) if moe.shared_ffn_hidden_size else None
         waste_per_token = (moe.num_experts - moe.top_k) * 3 * moe.ffn_hidden_size * g.hidden_size
-        self._few_tokens = _CHEAP_WASTE // max(waste_per_token, 1)
+        few_tokens = _CHEAP_WASTE // max(waste_per_token, 1)
+        self._few_tokens = few_tokens if few_tokens >= _READING_TOKENS else 0
 
     def tensors(self, prefix: str, names: HfNames) -> NamedTensors:
         yield f"{prefix}.gate.weight", self.router.weight
@@ -87,8 +90,8 @@ class MixtureOfExperts:
         """Tokens sorted by expert, one product an expert."""
         order = experts.flatten().argsort()
         ends = torch.bincount(experts.flatten(), minlength=self.moe.num_experts).cumsum(0).int()
-        gate_up = F.grouped_mm(x[order // self.moe.top_k], self.gate_up.transpose(1, 2), offs=ends)
+        tokens = x.index_select(0, order // self.moe.top_k)
+        gate_up = F.grouped_mm(tokens, self.gate_up.transpose(1, 2), offs=ends)
         hidden = F.grouped_mm(gated(gate_up, self.activation), self.down, offs=ends)
-        out = torch.empty_like(hidden)
-        out[order] = hidden
+        out = torch.empty_like(hidden).index_copy_(0, order, hidden)
         return torch.bmm(weights.unsqueeze(1), out.unflatten(0, (len(x), -1))).squeeze(1)

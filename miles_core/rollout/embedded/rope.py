@@ -29,7 +29,8 @@ class RopeTable:
 
     def at(self, positions: torch.Tensor) -> "Rotation":
         """The rotation of tokens at int64 positions [tokens]."""
-        return Rotation(self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1), self.interleaved)
+        cos, sin = (table.index_select(0, positions).unsqueeze(1) for table in (self.cos, self.sin))
+        return Rotation(cos, sin, self.interleaved)
 
 
 class Rotation:

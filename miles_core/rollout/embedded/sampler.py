@@ -42,7 +42,7 @@ def sample(
 
     Returns:
         Tokens int64 [rows], and their log-probs float32 [rows] in the unfiltered distribution at this temperature,
-        at temperature 1 where it is 0.
+        at temperature 1 where it is 0. Logits that are not finite give log-probs that are not.
     """
     device, greedy = logits.device, temperature == 0
     divisor = torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(device)
@@ -59,6 +59,7 @@ def sample(
         cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
         targets = torch.from_numpy(uniforms).to(device).unsqueeze(1) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, targets, right=True)
+        tokens.clamp_(max=logits.shape[-1] - 1)  # NaN is never reached; the log-prob will tell
         if greedy.any():
             best = log_probs.argmax(dim=-1, keepdim=True)
             tokens = torch.where(torch.from_numpy(greedy).to(device).unsqueeze(1), best, tokens)
