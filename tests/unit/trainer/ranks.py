@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,11 +10,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from tiny_models import checkpoint_folder, geometry_of
 
 from miles_core.config.run import RunConfig
 from miles_core.trainer.megatron.trainer import MegatronTrainer
-
-from tiny_models import checkpoint_folder, geometry_of
 
 # Ranks are forked from a server that has imported torch and Megatron once.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -78,4 +78,5 @@ def _rank_main(
         with trainer_of(name, config, rank=rank, init_method=init_method, checkpoint=checkpoint) as trainer:
             pipe.send(work(trainer, *arguments))
     except BaseException as error:
+        error.add_note(f"rank {rank}:\n{traceback.format_exc()}")  # a traceback itself does not cross processes
         pipe.send(error)

@@ -53,9 +53,13 @@ _LAYOUTS = [
     pytest.param("glm4-moe-mtp", 2, {"pipeline": 2}, False, id="pipeline-2-padded", marks=pytest.mark.slow),
     pytest.param("llama-tied", 2, {"pipeline": 2}, True, id="pipeline-2-tied", marks=pytest.mark.slow),
     pytest.param("llama-tied", 2, {"tensor": 2}, False, id="tensor-2-padded", marks=pytest.mark.slow),
-    pytest.param("glm4-moe-mtp", 4, {"pipeline": 2, "expert": 2}, True, id="pipeline-2-expert-2", marks=pytest.mark.slow),
+    pytest.param(
+        "glm4-moe-mtp", 4, {"pipeline": 2, "expert": 2}, True, id="pipeline-2-expert-2", marks=pytest.mark.slow
+    ),
     pytest.param("glm4-moe-mtp", 4, {"tensor": 2, "expert": 2}, True, id="tensor-2-expert-2", marks=pytest.mark.slow),
-    pytest.param("glm4-moe-mtp", 4, {"tensor": 2, "pipeline": 2}, True, id="tensor-2-pipeline-2", marks=pytest.mark.slow),
+    pytest.param(
+        "glm4-moe-mtp", 4, {"tensor": 2, "pipeline": 2}, True, id="tensor-2-pipeline-2", marks=pytest.mark.slow
+    ),
 ]
 
 

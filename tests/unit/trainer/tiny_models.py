@@ -30,7 +30,12 @@ _COMMON = {
     "initializer_range": 0.2,  # far from uniform output distributions
 }
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-_GROUPED = _MOE | {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+_GROUPED = _MOE | {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
@@ -51,7 +56,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", _MOE | {"head_dim": 16, "num_experts": 8}),
-    "qwen3-moe-unnormalized": ("Qwen3MoeForCausalLM", _MOE | {"head_dim": 16, "num_experts": 8, "norm_topk_prob": False}),
+    "qwen3-moe-unnormalized": (
+        "Qwen3MoeForCausalLM",
+        _MOE | {"head_dim": 16, "num_experts": 8, "norm_topk_prob": False},
+    ),
     "glm4-moe": ("Glm4MoeForCausalLM", _GROUPED | {"head_dim": 16, "use_qk_norm": True, "num_hidden_layers": 4}),
     "deepseek-v3": (
         "DeepseekV3ForCausalLM",
