@@ -1,5 +1,6 @@
 """Saved and loaded: the next step is that of the run that was never interrupted."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,8 @@ def test_a_refreshed_reference_is_saved(tmp_path: Path) -> None:
     with trainer_of(_NAME, config) as trainer:
         initial = np.concatenate(trainer.log_probs(samples, "reference"))
         np.testing.assert_array_equal(initial, np.concatenate(trainer.log_probs(samples, "policy")))
-        with_reference = [
-            _with_ref(s, lp) for s, lp in zip(samples, trainer.log_probs(samples, "reference"), strict=True)
-        ]
+        reference = trainer.log_probs(samples, "reference")
+        with_reference = [replace(s, ref_log_probs=lp) for s, lp in zip(samples, reference, strict=True)]
         trainer.train_step(with_reference)
         trainer.refresh_reference()
         after_one_step = np.concatenate(trainer.log_probs(samples, "policy"))
@@ -107,9 +107,3 @@ def test_a_refreshed_reference_is_saved(tmp_path: Path) -> None:
         trainer.load(tmp_path)
         np.testing.assert_array_equal(np.concatenate(trainer.log_probs(samples, "reference")), refreshed)
         np.testing.assert_array_equal(np.concatenate(trainer.log_probs(samples, "policy")), policy)
-
-
-def _with_ref(sample: TrainSample, log_probs: np.ndarray) -> TrainSample:
-    from dataclasses import replace
-
-    return replace(sample, ref_log_probs=log_probs)

@@ -43,23 +43,25 @@ def test_micro_batches_change_nothing(expected: dict[str, Any], micro_batch_size
         _check_equal(_two_steps(megatron, make_samples(name, _SAMPLES)), expected[name])
 
 
-_LAYOUTS = [
-    pytest.param("glm4-moe-mtp", 2, {"expert": 2}, True, id="expert-2-packed"),
-    pytest.param("glm4-moe-mtp", 2, {"pipeline": 2}, True, id="pipeline-2-packed"),
-    pytest.param("glm4-moe-mtp", 2, {"tensor": 2}, True, id="tensor-2-experts"),
-    pytest.param("llama-tied", 2, {"tensor": 2}, True, id="tensor-2-tied"),
-    pytest.param("glm4-moe-mtp", 2, {}, False, id="data-2-padded", marks=pytest.mark.slow),
-    pytest.param("glm4-moe-mtp", 2, {"expert": 2}, False, id="expert-2-padded", marks=pytest.mark.slow),
-    pytest.param("glm4-moe-mtp", 2, {"pipeline": 2}, False, id="pipeline-2-padded", marks=pytest.mark.slow),
-    pytest.param("llama-tied", 2, {"pipeline": 2}, True, id="pipeline-2-tied", marks=pytest.mark.slow),
-    pytest.param("llama-tied", 2, {"tensor": 2}, False, id="tensor-2-padded", marks=pytest.mark.slow),
-    pytest.param(
-        "glm4-moe-mtp", 4, {"pipeline": 2, "expert": 2}, True, id="pipeline-2-expert-2", marks=pytest.mark.slow
-    ),
-    pytest.param("glm4-moe-mtp", 4, {"tensor": 2, "expert": 2}, True, id="tensor-2-expert-2", marks=pytest.mark.slow),
-    pytest.param(
-        "glm4-moe-mtp", 4, {"tensor": 2, "pipeline": 2}, True, id="tensor-2-pipeline-2", marks=pytest.mark.slow
-    ),
+_MOE, _TIED = "glm4-moe-mtp", "llama-tied"
+_FAST = {
+    "expert-2": (_MOE, 2, {"expert": 2}, True),
+    "pipeline-2": (_MOE, 2, {"pipeline": 2}, True),
+    "tensor-2": (_MOE, 2, {"tensor": 2}, True),
+    "tensor-2-tied": (_TIED, 2, {"tensor": 2}, True),
+}
+_SLOW = {
+    "data-2-padded": (_MOE, 2, {}, False),
+    "expert-2-padded": (_MOE, 2, {"expert": 2}, False),
+    "pipeline-2-padded": (_MOE, 2, {"pipeline": 2}, False),
+    "pipeline-2-tied": (_TIED, 2, {"pipeline": 2}, True),
+    "tensor-2-padded": (_TIED, 2, {"tensor": 2}, False),
+    "pipeline-2-expert-2": (_MOE, 4, {"pipeline": 2, "expert": 2}, True),
+    "tensor-2-expert-2": (_MOE, 4, {"tensor": 2, "expert": 2}, True),
+    "tensor-2-pipeline-2": (_MOE, 4, {"tensor": 2, "pipeline": 2}, True),
+}
+_LAYOUTS = [pytest.param(*layout, id=name) for name, layout in _FAST.items()] + [
+    pytest.param(*layout, id=name, marks=pytest.mark.slow) for name, layout in _SLOW.items()
 ]
 
 

@@ -36,6 +36,7 @@ _GROUPED = _MOE | {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
+_QWEN3_MOE = _MOE | {"head_dim": 16, "num_experts": 8}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
@@ -55,11 +56,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-sliding": ("MistralForCausalLM", {"sliding_window": 4}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
-    "qwen3-moe": ("Qwen3MoeForCausalLM", _MOE | {"head_dim": 16, "num_experts": 8}),
-    "qwen3-moe-unnormalized": (
-        "Qwen3MoeForCausalLM",
-        _MOE | {"head_dim": 16, "num_experts": 8, "norm_topk_prob": False},
-    ),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", _QWEN3_MOE),
+    "qwen3-moe-unnormalized": ("Qwen3MoeForCausalLM", _QWEN3_MOE | {"norm_topk_prob": False}),
     "glm4-moe": ("Glm4MoeForCausalLM", _GROUPED | {"head_dim": 16, "use_qk_norm": True, "num_hidden_layers": 4}),
     "deepseek-v3": (
         "DeepseekV3ForCausalLM",
