@@ -2,7 +2,7 @@
 
 import typer
 
-from flows.cli import cache, config, stages
+from flows.cli import cache, checkpoint, config, stages
 from flows.cli.doctor import doctor
 from flows.cli.run import run
 
@@ -16,6 +16,7 @@ app.command()(run)
 app.command()(doctor)
 app.add_typer(config.app, name="config")
 app.add_typer(cache.app, name="cache")
+app.add_typer(checkpoint.app, name="checkpoint")
 stages.register(app)
 
 

@@ -64,5 +64,5 @@ def show_summary(summary: RunSummary) -> None:
     )
     out.print()
     for label, path in summary.paths.items():
-        out.print(f"{label:<12}{path}")
-    out.print(f"{'Prefect UI':<12}{summary.ui}")
+        out.print(f"{label:<12}{path}", soft_wrap=True)
+    out.print(f"{'Prefect UI':<12}{summary.ui}", soft_wrap=True)
