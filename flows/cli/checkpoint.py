@@ -1,4 +1,4 @@
-"""`miles checkpoint`: what a checkpoint holds, how two differ, whether one is whole. Exit codes are meant for scripts."""
+"""`miles checkpoint`: what a checkpoint holds, how two differ, whether one is whole; exit codes are for scripts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
