@@ -102,7 +102,7 @@ class SafetensorsWriter:
 
     # A header stands before the data but is known after them. Small shards wait in memory; a shard that outgrows
     # _SPILL_BYTES leaves _HEADER_BYTES of room instead (the format allows a header padded with spaces).
-    _SPILL_BYTES = 64 << 20
+    _SPILL_BYTES = 32 << 20
     _HEADER_BYTES = 1 << 20
 
     def __init__(self, folder: Path, max_shard_bytes: int = 5_000_000_000) -> None:

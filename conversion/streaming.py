@@ -17,7 +17,7 @@ def no_progress(done: int, total: int, name: str) -> None:
 
 
 def run_ahead(
-    jobs: Iterable[tuple[int, Callable[[], T]]], *, workers: int | None = None, max_bytes: int = 64 << 20
+    jobs: Iterable[tuple[int, Callable[[], T]]], *, workers: int | None = None, max_bytes: int = 32 << 20
 ) -> Iterator[T]:
     """Results of jobs in their order, computed in threads ahead of the consumer (torch and file I/O drop the GIL).
 
