@@ -6,6 +6,7 @@ import typer
 from rich.table import Table
 
 from flows.cli.options import ConfigFile, Json, Overrides, Preset, checked_config, err, out, print_json
+from flows.server import start
 from flows.summary import RunSummary
 from miles_core.config.run import STAGES, Stage
 
@@ -23,11 +24,13 @@ def run(
     first = _stage(from_stage) if from_stage else None
     loaded = checked_config(preset, config, set_)
 
+    # Only now: a server that is stopped while it creates its database would leave half of one.
+    server = start()
     from flows.direct import run_here
     from tasks.progress import show_progress
 
     with show_progress(quiet=json):
-        summary = run_here(loaded, stages, first)
+        summary = run_here(loaded, stages, first, server)
     if json:
         print_json(summary.model_dump(mode="json"))
     else:
