@@ -36,8 +36,10 @@ class RunSummary(BaseModel):
 
     name: str
     stages: list[StageSummary]
-    reward_first_10: float  # mean reward of the first 10 rollouts
-    reward_last_10: float
+    reward_first_10: float | None  # mean reward of the first 10 rollouts; supervised fine-tuning has none
+    reward_last_10: float | None
+    loss_first_10: float
+    loss_last_10: float
     initial: Scores  # held-out prompts, the model that the run started from, in the rollout's number format
     final: Scores  # the same prompts, the exported model
     paths: dict[str, str]
@@ -65,6 +67,8 @@ def summarize(config: RunConfig, done: Mapping[str, StageOutcome], ui: str) -> R
         ],
         reward_first_10=training["reward_first_10"],
         reward_last_10=training["reward_last_10"],
+        loss_first_10=training["loss_first_10"],
+        loss_last_10=training["loss_last_10"],
         initial=Scores.model_validate(manifests["evaluate-initial"].account),
         final=Scores.model_validate(manifests["evaluate-exported"].account),
         paths={"model": done["export"].ref.uri, "metrics": metrics} | ({"published": published} if published else {}),

@@ -4,6 +4,9 @@
                   ▲                                                     │
                   └────── weights, version = rollouts trained so far ◄──┘        checkpoint when due, marker last
 
+Every algorithm is this loop. PPO's critic and a teacher have their say between rewards and advantages; supervised
+fine-tuning has a collector that serves given answers, and no engines.
+
 Everything that decides the next rollout is in the trainer's checkpoint and in the collector's state, so a run that is
 killed anywhere and started again gives the same weights, bit for bit, as one that was never interrupted.
 """
@@ -16,9 +19,11 @@ from typing import Any, Protocol
 from miles_core.checkpoint import CheckpointFolder
 from miles_core.config.run import RunConfig
 from miles_core.observability.metrics import Metrics, Sink, Timers
-from miles_core.rollout.collect import RolloutCollector
+from miles_core.rollout.collect import Collector
+from miles_core.rollout.teachers import Teacher
 from miles_core.train_batch import build_train_batches
 from miles_core.trainer.trainer import Trainer
+from miles_core.types import TrainSample
 
 BUCKET_BYTES = 512 * 2**20
 
@@ -40,12 +45,13 @@ class Controller:
     """Owns the order of things; every part is handed to it."""
 
     config: RunConfig
-    collector: RolloutCollector
+    collector: Collector
     trainer: WeightSource
-    engines: WeightSink
+    engines: WeightSink | None  # None: nothing is sampled
     quantized: frozenset[str]  # names of the tensors that engines hold in the rollout's number format
     checkpoints: CheckpointFolder
     sinks: Sequence[Sink]
+    teacher: Teacher | None = None
 
     def run(self) -> Path:
         """Trains up to `rollout.num_rollout` and returns the last checkpoint's folder."""
@@ -77,8 +83,8 @@ class Controller:
             with timers.time("perf/rollout_time"):
                 groups, metrics = self.collector.collect()
             with timers.time("perf/actor_train_time"):
-                steps, batch_metrics = build_train_batches(groups, self.config, self.trainer)
-                step_metrics = [self.trainer.train_step(step) for step in steps]
+                steps, batch_metrics = build_train_batches(groups, self.config, self.trainer, self.teacher)
+                step_metrics = [self._train(step, rollout_id) for step in steps]
                 interval = self.config.algorithm.ref_update_interval
                 if interval and (rollout_id + 1) % interval == 0:
                     self.trainer.refresh_reference()
@@ -94,7 +100,16 @@ class Controller:
             "perf/rollout_tokens_per_sec": tokens / timers.seconds["perf/rollout_time"],
         }
 
+    def _train(self, step: Sequence[TrainSample], rollout_id: int) -> Metrics:
+        algorithm = self.config.algorithm
+        metrics = self.trainer.train_critic(step) if algorithm.needs_critic else {}
+        if rollout_id >= algorithm.critic_warmup_rollouts:
+            metrics |= self.trainer.train_step(step)
+        return metrics
+
     def _push(self, version: int) -> None:
+        if self.engines is None:
+            return
         buckets, digests = self.trainer.weight_buckets(self.quantized, BUCKET_BYTES)
         self.engines.update_weights(buckets, digests, version)
 
@@ -102,6 +117,5 @@ class Controller:
 def _over_steps(steps: Sequence[Metrics]) -> Metrics:
     # Skipped steps add up over a rollout's optimizer steps, everything else is averaged.
     names = sorted({name for step in steps for name in step})
-    return {
-        name: sum(step[name] for step in steps) / (1 if name == "train/skipped_steps" else len(steps)) for name in names
-    }
+    sums = {name: sum(step[name] for step in steps) for name in names}
+    return {name: total if name.endswith("skipped_steps") else total / len(steps) for name, total in sums.items()}

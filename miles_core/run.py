@@ -1,10 +1,12 @@
 """The composition root: a TrainSpec in, a committed train artifact out. The only place that knows every part."""
 
 import json
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from rich.console import Console
 
 from miles_core.config.run import RunConfig
 from miles_core.observability.metrics import (
@@ -51,7 +53,9 @@ def train(spec: TrainSpec, on_metrics: OnMetrics) -> ArtifactRef:
         return ready
     work = store.work_dir(KIND, spec.key)
     final, account = _loop(spec, store, work, on_metrics)
-    rewards = [row["rollout/raw_reward"] for row in read_json_lines(work / METRICS_FILE)]
+    rows = read_json_lines(work / METRICS_FILE)
+    rewards = [row["rollout/raw_reward"] for row in rows if "rollout/raw_reward" in row]
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
     return store.commit(
         KIND,
         spec.key,
@@ -61,10 +65,12 @@ def train(spec: TrainSpec, on_metrics: OnMetrics) -> ArtifactRef:
         config=spec.config.model_dump(mode="json"),
         account={
             **account,
-            "rollouts": len(rewards),
-            "samples": len(rewards) * spec.config.samples_per_rollout,
+            "rollouts": len(rows),
+            "samples": len(rows) * spec.config.samples_per_rollout,
             "reward_first_10": _mean(rewards[:10]),
             "reward_last_10": _mean(rewards[-10:]),
+            "loss_first_10": _mean(losses[:10]),
+            "loss_last_10": _mean(losses[-10:]),
         },
         volatile=VOLATILE,
     )
@@ -77,14 +83,11 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
     from conversion.quantization.formats import require_format
     from miles_core.checkpoint import MARKER, CheckpointFolder
     from miles_core.cluster.rollout_group import RolloutGroup
+    from miles_core.cluster.teacher_process import TeacherGroup
     from miles_core.cluster.train_group import TrainGroup
     from miles_core.controller import BUCKET_BYTES, Controller
-    from miles_core.data.dataset import load_prompts
-    from miles_core.data.source import PromptSource
     from miles_core.data.tokenization import load_tokenizer
-    from miles_core.rewards import build_scorer
-    from miles_core.rollout.collect import RolloutCollector
-    from miles_core.rollout.generate import sampling_params
+    from miles_core.rollout.collectors import build_collector, load_training_data
 
     config = spec.config
     model_folder, rollout_folder = store.fetch(spec.model), store.fetch(spec.rollout_model)
@@ -92,7 +95,9 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
     require_format(model_config.get("quantization_config"), config.quantize.format, config.quantize.group_size)
     geometry = geometry_from_config(model_config)
     tokenizer = load_tokenizer(rollout_folder)
-    prompts = load_prompts(config, tokenizer, split="train")
+    data = load_training_data(config, tokenizer, geometry.max_position)
+    for warning in config.warnings():
+        Console(stderr=True, highlight=False).print(f"warning: {warning}", soft_wrap=True)
 
     store.sync_down(KIND, spec.key, "checkpoints")
     checkpoints = CheckpointFolder(
@@ -106,35 +111,34 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
     # Rollouts past the checkpoint run again, so what was recorded of them goes.
     sinks: list[Sink] = [JsonLines(work / METRICS_FILE), TensorBoard(work / "tensorboard"), Report(on_metrics)]
     for row in earlier:
+        rollout_id = int(row.pop("rollout_id"))
         for sink in sinks:
-            sink.write(row.pop("rollout_id"), row)
+            sink.write(rollout_id, row)
     sinks.append(ConsoleLine(config.rollout.num_rollout))
-    trainer = TrainGroup(config, geometry, model_folder)
-    engines = RolloutGroup(config, rollout_folder)
-    try:
+    with ExitStack() as opened:
+        for sink in sinks:
+            opened.callback(sink.close)
+        trainer = opened.enter_context(closing(TrainGroup(config, geometry, model_folder)))
+        engines = teacher = None
+        if not config.algorithm.is_supervised:
+            engines = opened.enter_context(closing(RolloutGroup(config, rollout_folder)))
+        if config.algorithm.needs_teacher:
+            teacher = opened.enter_context(closing(TeacherGroup(config, rollout_folder)))
         final = Controller(
             config=config,
-            collector=RolloutCollector(
-                config,
-                PromptSource(prompts.prompts, seed=config.seed, shuffle=config.data.shuffle),
-                sampling_params(config, tokenizer.stop_token_ids),
-                generate=engines.generate,
-                decode=tokenizer.decode,
-                score=build_scorer(config, prompts.prompts),
-            ),
+            collector=build_collector(config, data, tokenizer, engines.generate if engines else None),
             trainer=trainer,
             engines=engines,
             quantized=quantized_in_folder(rollout_folder),
             checkpoints=checkpoints,
             sinks=sinks,
+            teacher=teacher,
         ).run()
         _, digests = trainer.weight_buckets(frozenset(), BUCKET_BYTES)
-    finally:
-        for part in (*sinks, engines, trainer):
-            part.close()
     (work / WEIGHTS_FILE).write_text(json.dumps(digests, indent=0, sort_keys=True))
-    return final, {"prompts": prompts.account, "resumed_from_rollout": first}
+    return final, {"data": data.account, "resumed_from_rollout": first}
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")
+def _mean(values: list[float]) -> float | None:
+    """None where there are none: supervised fine-tuning has no rewards."""
+    return sum(values) / len(values) if values else None

@@ -9,11 +9,11 @@ from tasks.file_digest import file_digests
 
 
 def data_params(config: RunConfig, split: Literal["train", "eval"]) -> dict[str, Any]:
-    """`data` and `reward` as JSON values, with digests of the prompt file of `split` and of the reward's module."""
-    data = config.data.model_dump(mode="json", exclude={"prompts", "eval_prompts"})
-    prompts = config.data.prompts if split == "train" else config.data.eval_prompts
-    if prompts is not None:
-        data["prompts"] = _digest(prompts)
+    """`data` and `reward` as JSON values, with digests of the file that `split` reads and of the reward's module."""
+    data = config.data.model_dump(mode="json", exclude={"prompts", "eval_prompts", "conversations"})
+    for name in ("prompts", "conversations") if split == "train" else ("eval_prompts",):
+        if (path := getattr(config.data, name)) is not None:
+            data[name] = _digest(path)
     reward = config.reward.model_dump(mode="json")
     if config.reward.function is not None:
         reward["module"] = _module_digest(config.reward.function)

@@ -1,11 +1,13 @@
 """train: the reinforcement learning itself, on a local Ray or as a job of a cluster."""
 
+from pathlib import Path
 from typing import Any
 
 from miles_core.config.run import RunConfig
 from miles_core.run import KIND, TrainSpec
 from storage.manifest import ArtifactRef
 from tasks.data_inputs import data_params
+from tasks.file_digest import folder_digests
 from tasks.stage import StageJob, StageSpec
 
 
@@ -18,6 +20,10 @@ def reads(config: RunConfig) -> dict[str, Any]:
         "algorithm": config.algorithm.model_dump(mode="json"),
         "trainer": config.trainer.model_dump(mode="json", exclude={"checkpoint"}),
         "quantize": config.quantize.model_dump(mode="json"),
+        "distillation": {
+            "top_k": config.distillation.top_k,
+            "teachers": [folder_digests(Path(folder)) for folder in config.distillation.teachers],
+        },
     }
 
 

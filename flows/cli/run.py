@@ -54,8 +54,10 @@ def show_summary(summary: RunSummary) -> None:
         table.add_row(s.stage, "cached" if s.cached else "ran", f"{s.seconds:.1f}", s.uri)
     out.print(table)
     out.print()
-    first, last = summary.reward_first_10, summary.reward_last_10
-    out.print(f"mean reward   first 10 rollouts {first:.3f}, last 10 {last:.3f} ([bold]{last - first:+.3f}[/])")
+    what, first, last = "mean reward", summary.reward_first_10, summary.reward_last_10
+    if first is None or last is None:  # supervised fine-tuning
+        what, first, last = "mean loss", summary.loss_first_10, summary.loss_last_10
+    out.print(f"{what}   first 10 rollouts {first:.3f}, last 10 {last:.3f} ([bold]{last - first:+.3f}[/])")
     for label, before, after in (
         ("held-out reward", summary.initial.mean_reward, summary.final.mean_reward),
         ("held-out accuracy", summary.initial.accuracy, summary.final.accuracy),

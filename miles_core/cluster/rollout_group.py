@@ -37,7 +37,8 @@ class RolloutGroup:
     """All engines of a run."""
 
     def __init__(self, config: RunConfig, folder: Path) -> None:
-        self._engines = [EngineProcess.remote(config, folder) for _ in range(config.rollout.num_engines)]
+        start = EngineProcess.remote  # type: ignore[attr-defined]  # the decorator's
+        self._engines = [start(config, folder) for _ in range(config.rollout.num_engines)]
         resolve([engine.generate.remote([]) for engine in self._engines])  # loaded, or the fault is raised here
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 import ray
 import torch
-from conversion.quantization.codec import codec_for
 
 from conversion.geometry import ModelGeometry
+from conversion.quantization.codec import codec_for
 from miles_core.cluster.session import resolve
 from miles_core.config.run import RunConfig
 from miles_core.types import TrainSample
@@ -75,7 +75,8 @@ class TrainGroup:
     """All ranks as one Trainer (see miles_core/trainer/trainer.py for the calls)."""
 
     def __init__(self, config: RunConfig, geometry: ModelGeometry, checkpoint: Path) -> None:
-        self._ranks = [TrainRank.remote(config, rank) for rank in range(config.trainer.num_ranks)]
+        start = TrainRank.remote  # type: ignore[attr-defined]  # the decorator's
+        self._ranks = [start(config, rank) for rank in range(config.trainer.num_ranks)]
         init_method = resolve(self._ranks[0].address.remote())
         resolve([rank.start.remote(geometry, checkpoint, init_method) for rank in self._ranks])
 
@@ -85,8 +86,14 @@ class TrainGroup:
     def log_probs(self, batch: Sequence[TrainSample], model: Literal["policy", "reference"]) -> list[np.ndarray]:
         return self._all("log_probs", ray.put(list(batch)), model)
 
+    def values(self, batch: Sequence[TrainSample]) -> list[np.ndarray]:
+        return self._all("values", ray.put(list(batch)))
+
     def train_step(self, batch: Sequence[TrainSample]) -> dict[str, float]:
         return self._all("train_step", ray.put(list(batch)))
+
+    def train_critic(self, batch: Sequence[TrainSample]) -> dict[str, float]:
+        return self._all("train_critic", ray.put(list(batch)))
 
     def weight_buckets(self, quantized: frozenset[str], bucket_bytes: int) -> tuple[list[Any], dict[str, str]]:
         """References to weight buckets in the object store, and the digest of each tensor in them."""

@@ -27,7 +27,7 @@ def preflight(config: RunConfig) -> PreflightReport:
 
 
 def _data_faults(config: RunConfig) -> list[str]:
-    from miles_core.data.rows import DataError, scan_prompts
+    from miles_core.data.rows import DataError, scan_conversations, scan_prompts
     from miles_core.data.tasks import build_task
     from miles_core.rewards.function import find_module, split_path
 
@@ -40,6 +40,13 @@ def _data_faults(config: RunConfig) -> list[str]:
     for path in (data.prompts, data.eval_prompts):
         if path is not None:
             faults += scan_prompts(Path(path), data)[0]
+    if data.conversations is not None:
+        faults += scan_conversations(Path(data.conversations))[0]
+    faults += [
+        f"distillation.teachers: {folder} is no Hugging Face folder, it has no config.json"
+        for folder in config.distillation.teachers
+        if not (Path(folder) / "config.json").is_file()
+    ]
     if config.reward.function is not None:
         try:
             module, _ = split_path(config.reward.function)

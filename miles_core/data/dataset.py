@@ -23,13 +23,17 @@ class PromptSet:
 
 def load_prompts(config: RunConfig, tokenizer: Tokenizer, split: Literal["train", "eval"]) -> PromptSet:
     """The training or the held-out prompts of a run. Raises `DataError` with all faults."""
-    data = config.data
+    return tokenize_rows(load_rows(config.data, split), tokenizer, config.data)
+
+
+def load_rows(data: DataConfig, split: Literal["train", "eval"]) -> list[Row]:
+    """The same as written. Raises `DataError` with all faults."""
     if data.task is not None:
-        return tokenize_rows(build_task(data.task).rows(split), tokenizer, data)
+        return build_task(data.task).rows(split)
     path = data.prompts if split == "train" else data.eval_prompts
     if path is None:
         raise DataError([f"data.{'prompts' if split == 'train' else 'eval_prompts'} is not set"])
-    return tokenize_rows(read_rows(Path(path), data), tokenizer, data)
+    return read_rows(Path(path), data)
 
 
 def tokenize_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> PromptSet:

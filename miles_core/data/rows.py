@@ -1,10 +1,11 @@
-"""Rows of a prompt file, checked but not yet tokenized. Needs no torch and no tokenizer."""
+"""Rows of a file of prompts or conversations, checked but not yet tokenized. Needs no torch and no tokenizer."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from miles_core.config.data import DataConfig
 
@@ -36,17 +37,40 @@ class Row:
 
 
 def read_rows(path: Path, data: DataConfig) -> list[Row]:
-    """All rows of a JSONL file. Raises `DataError` with every faulty line, or when there is no row at all."""
-    checked = list(_checked_rows(path, data))
-    if faults := [row for row in checked if isinstance(row, str)]:
-        raise DataError(faults)
-    return [row for row in checked if isinstance(row, Row)]
+    """All prompts of a JSONL file. Raises `DataError` with every faulty line, or when there is no row at all."""
+    return _all_sound(_checked_rows(path, partial(_check_prompt, data=data)))
+
+
+def read_conversations(path: Path) -> list[Row]:
+    """All conversations of a JSONL file, messages under `messages`. Raises as `read_rows`."""
+    return _all_sound(_checked_rows(path, _check_conversation))
 
 
 def scan_prompts(path: Path, data: DataConfig) -> tuple[list[str], int]:
     """Faults of a JSONL file and its number of sound rows, without keeping the rows."""
+    return _scan(_checked_rows(path, partial(_check_prompt, data=data)))
+
+
+def scan_conversations(path: Path) -> tuple[list[str], int]:
+    """The same for `read_conversations`."""
+    return _scan(_checked_rows(path, _check_conversation))
+
+
+def _all_sound(checked: Iterable[Row | str]) -> list[Row]:
+    rows, faults = [], []
+    for row in checked:
+        if isinstance(row, str):
+            faults.append(row)
+        else:
+            rows.append(row)
+    if faults:
+        raise DataError(faults)
+    return rows
+
+
+def _scan(checked: Iterable[Row | str]) -> tuple[list[str], int]:
     faults, count = [], 0
-    for row in _checked_rows(path, data):
+    for row in checked:
         if isinstance(row, str):
             faults.append(row)
         else:
@@ -54,30 +78,34 @@ def scan_prompts(path: Path, data: DataConfig) -> tuple[list[str], int]:
     return faults, count
 
 
-def _checked_rows(path: Path, data: DataConfig) -> Iterator[Row | str]:
+def _checked_rows(path: Path, check: Callable[[str, dict[str, Any]], Row | str]) -> Iterator[Row | str]:
     """For each line a row or its fault. Blank lines hold no row."""
     if not path.is_file():
-        yield f"{path} is no file (data.prompts, data.eval_prompts)"
+        yield f"{path} is no file (data.prompts, data.eval_prompts, data.conversations)"
         return
     empty = True
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 empty = False
-                yield _check_row(f"{path}:{number}", line, data)
+                parsed = _parse(line)
+                origin = f"{path}:{number}"
+                yield f"{origin}: {parsed}" if isinstance(parsed, str) else check(origin, parsed)
     if empty:
         yield f"{path} holds no rows: one JSON object a line is required"
 
 
-def _check_row(origin: str, line: bytes, data: DataConfig) -> Row | str:
+def _parse(line: bytes) -> dict[str, Any] | str:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        return f"{origin}: no valid JSON: {error.msg} at column {error.colno}"
+        return f"no valid JSON: {error.msg} at column {error.colno}"
     except UnicodeDecodeError as error:
-        return f"{origin}: no valid UTF-8: {error.reason} at byte {error.start + 1}"
-    if not isinstance(row, dict):
-        return f"{origin}: a JSON object is required, found {type(row).__name__}"
+        return f"no valid UTF-8: {error.reason} at byte {error.start + 1}"
+    return row if isinstance(row, dict) else f"a JSON object is required, found {type(row).__name__}"
+
+
+def _check_prompt(origin: str, row: dict[str, Any], data: DataConfig) -> Row | str:
     for key, option in ((data.input_key, "input_key"), (data.label_key, "label_key")):
         if key is not None and key not in row:
             return f"{origin}: no field {key!r} (data.{option}), found {sorted(row)}"
@@ -92,13 +120,28 @@ def _check_row(origin: str, line: bytes, data: DataConfig) -> Row | str:
     return Row(origin, prompt, label, metadata, tools)
 
 
+def _check_conversation(origin: str, row: dict[str, Any]) -> Row | str:
+    messages, tools = row.get("messages"), row.get("tools")
+    if not _is_messages(messages):
+        return f"{origin}: 'messages' must be a list of messages with a role each, found {str(messages)[:80]!r}"
+    if all(message["role"] != "assistant" for message in messages):
+        return f"{origin}: no message is the assistant's, so there is nothing to learn"
+    if tools is not None and not _is_list_of_objects(tools):
+        return f"{origin}: tools must be a list of objects, found {str(tools)[:80]!r}"
+    return Row(origin, messages, tools=tools)
+
+
 def _prompt_fault(prompt: Any, data: DataConfig) -> str | None:
     name = f"{data.input_key!r} (data.input_key)"
     if isinstance(prompt, str):
         return None if prompt else f"{name} is empty"
-    if not (_is_list_of_objects(prompt) and all(isinstance(message.get("role"), str) for message in prompt)):
+    if not _is_messages(prompt):
         return f"{name} must be a string or a list of messages with a role each, found {str(prompt)[:80]!r}"
     return None if data.apply_chat_template else f"{name} holds messages: set data.apply_chat_template=true"
+
+
+def _is_messages(value: Any) -> TypeGuard[Messages]:
+    return _is_list_of_objects(value) and all(isinstance(message.get("role"), str) for message in value)
 
 
 def _is_list_of_objects(value: Any) -> bool:

@@ -1,27 +1,31 @@
-"""The order of prompts over a run, and where in it the run stands."""
+"""The order of prompts or conversations over a run, and where in it the run stands."""
 
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from miles_core.data.conversations import Conversation
 from miles_core.data.rows import DataError
 from miles_core.seeds import derive_seed
 from miles_core.types import Prompt
 
+Item = TypeVar("Item", Prompt, Conversation)
 
-class PromptSource:
-    """Endless prompts, each exactly once an epoch. A batch may span the border of two epochs, or several epochs.
+
+class PromptSource(Generic[Item]):
+    """Endless prompts (or conversations), each exactly once an epoch. A batch may span the border of two epochs, or
+    several epochs.
 
     The order of an epoch depends on the seed and the epoch alone, so (epoch, offset) is all there is to save.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
+    def __init__(self, prompts: Sequence[Item], seed: int, shuffle: bool = True) -> None:
         if not prompts:
             raise DataError(["no prompts to draw from"])
-        self._prompts = prompts
+        self._prompts: Sequence[Item] = prompts
         self._seed = seed
         self._shuffle = shuffle
         self._digest = _digest(prompts)
@@ -33,9 +37,9 @@ class PromptSource:
         """Whole passes over the prompts that were served."""
         return self._epoch
 
-    def next(self, n: int) -> list[Prompt]:
+    def next(self, n: int) -> list[Item]:
         """The next `n` prompts."""
-        batch: list[Prompt] = []
+        batch: list[Item] = []
         while len(batch) < n:
             taken = self._order[self._offset : self._offset + n - len(batch)]
             batch += [self._prompts[i] for i in taken]
@@ -72,8 +76,9 @@ class PromptSource:
         return np.random.default_rng(derive_seed(self._seed, "prompts", self._epoch)).permutation(len(self._prompts))
 
 
-def _digest(prompts: Sequence[Prompt]) -> str:
+def _digest(items: Sequence[Prompt | Conversation]) -> str:
     digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps([prompt.index, prompt.token_ids.tolist(), prompt.label], default=str).encode())
+    for item in items:
+        aim = item.label if isinstance(item, Prompt) else item.loss_mask.tolist()
+        digest.update(json.dumps([item.index, item.token_ids.tolist(), aim], default=str).encode())
     return digest.hexdigest()

@@ -44,6 +44,7 @@ class Tokenizer:
             raise ValueError(
                 "no end-of-sequence token in generation_config.json, config.json and tokenizer_config.json"
             )
+        self._eos = self.stop_token_ids[0] if backend.eos_token_id is None else backend.eos_token_id
         bos = backend.bos_token_id
         self._bos = bos if bos is not None and backend("").input_ids[:1] == [bos] else None
         self._added = re.compile("|".join(map(re.escape, sorted(backend.get_added_vocab(), key=len, reverse=True))))
@@ -76,6 +77,15 @@ class Tokenizer:
         """
         self._refuse_lost_characters(text)
         return np.array(self._with_bos(self._backend.encode(text, add_special_tokens=False)), dtype=np.int32)
+
+    def encode_answer(self, text: str) -> np.ndarray:
+        """Ids of a whole response, int32 [R]: of the text, without BOS, and the end-of-sequence token."""
+        self._refuse_lost_characters(text)
+        return np.array([*self._backend.encode(text, add_special_tokens=False), self._eos], dtype=np.int32)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id, added ones included."""
+        return dict(self._backend.get_vocab())
 
     def encode_prompt(
         self,

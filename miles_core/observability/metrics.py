@@ -61,6 +61,19 @@ class TensorBoard:
         self._writer.close()
 
 
+# What the console shows of a rollout; a run has those that its algorithm gives.
+_SHOWN = {
+    "rollout/raw_reward": "reward [green]{:.3f}[/]",
+    "rollout/response_len/mean": "length {:.1f}",
+    "train/loss": "loss {:+.4f}",
+    "train/grad_norm": "grad {:.3f}",
+    "train/train_rollout_logprob_abs_diff": "|Δlogp| {:.1e}",
+    "train/critic-explained_variance": "explained variance {:.2f}",
+    "train/opd_reverse_kl": "KL to teacher {:.4f}",
+    "perf/step_time": "[dim]{:.2f}s[/]",
+}
+
+
 class ConsoleLine:
     """One line a rollout, at most one each `every_seconds` and always the last."""
 
@@ -73,14 +86,8 @@ class ConsoleLine:
         if now - self._last < self._every and rollout_id + 1 < self._num_rollout:
             return
         self._last = now
-        self._console.print(
-            f"rollout [bold]{rollout_id + 1}/{self._num_rollout}[/]"
-            f"  reward [green]{metrics['rollout/raw_reward']:.3f}[/]"
-            f"  length {metrics['rollout/response_len/mean']:.1f}"
-            f"  loss {metrics['train/loss']:+.4f}  grad {metrics['train/grad_norm']:.3f}"
-            f"  |Δlogp| {metrics['train/train_rollout_logprob_abs_diff']:.1e}"
-            f"  [dim]{metrics['perf/step_time']:.2f}s[/]"
-        )
+        shown = [text.format(metrics[name]) for name, text in _SHOWN.items() if name in metrics]
+        self._console.print(f"rollout [bold]{rollout_id + 1}/{self._num_rollout}[/]  {'  '.join(shown)}")
 
     def close(self) -> None:
         self._last = 0.0

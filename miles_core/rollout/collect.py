@@ -1,7 +1,7 @@
 """One rollout's groups: prompts from the source, responses from the engines, rewards; with DAPO's dynamic sampling."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from miles_core.algorithms.dapo import has_reward_spread
 from miles_core.config.run import RunConfig
@@ -9,18 +9,34 @@ from miles_core.data.source import PromptSource
 from miles_core.observability.metrics import Metrics
 from miles_core.rollout.engine import SamplingParams
 from miles_core.rollout.generate import Decode, Generate, generate_groups, rollout_metrics
-from miles_core.types import Sample, SampleGroup
+from miles_core.types import Prompt, Sample, SampleGroup
 
 Score = Callable[[list[list[Sample]]], tuple[list[SampleGroup], Metrics]]
 
 
+class Collector(Protocol):
+    """Hands out what is trained on, one rollout after the other."""
+
+    def collect(self) -> tuple[list[SampleGroup], Metrics]:
+        """The next `rollout.batch_size` groups, and metrics of them."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides the next rollout besides the weights; JSON."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state."""
+        ...
+
+
 class RolloutCollector:
-    """Hands out rollouts in order; `state_dict` is all that decides the next one besides the weights."""
+    """Samples responses and has them scored."""
 
     def __init__(
         self,
         config: RunConfig,
-        source: PromptSource,
+        source: PromptSource[Prompt],
         sampling: SamplingParams,
         *,
         generate: Generate,

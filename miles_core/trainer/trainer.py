@@ -11,7 +11,7 @@ from miles_core.types import TrainSample
 
 
 class Trainer(Protocol):
-    """A model under training. Collective: every rank makes the same calls with the same arguments."""
+    """A model under training."""
 
     def log_probs(self, batch: Sequence[TrainSample], model: Literal["policy", "reference"]) -> list[np.ndarray]:
         """Log-probs of the response tokens, float32 [R] each, in the order of the batch, logits / temperature."""
@@ -30,10 +30,6 @@ class Trainer(Protocol):
         """PPO: one step of the critic's optimizer, as `train_step` is one of the policy's; metrics `train/critic-*`."""
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors under Hugging Face names, MTP layers included, in a fixed order, one at a time."""
-        ...
-
     def refresh_reference(self) -> None:
         """Sets the reference model to the policy's present weights."""
         ...
@@ -48,4 +44,12 @@ class Trainer(Protocol):
 
     def close(self) -> None:
         """Leaves the process groups."""
+        ...
+
+
+class TrainerRank(Trainer, Protocol):
+    """One rank of it. Collective: every rank makes the same calls with the same arguments and gets the same results."""
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors under Hugging Face names, MTP layers included, in a fixed order, one at a time."""
         ...

@@ -17,7 +17,7 @@ from conversion.quantization.dequantized import model_dtype
 from conversion.safetensors_io import SafetensorsFolder
 from miles_core.rollout.embedded.decoder import Decoder
 from miles_core.rollout.embedded.generation import Generation
-from miles_core.rollout.embedded.scoring import route, score
+from miles_core.rollout.embedded.scoring import route, score, top_k
 from miles_core.rollout.embedded.weights import EngineWeights
 from miles_core.rollout.engine import Completion, GenerateRequest
 from miles_core.weight_sync.bucket import WeightBucket
@@ -96,6 +96,14 @@ class EmbeddedEngine:
         """Log-probs of the given sequences, float32 [T - 1] each: entry t is that of token t + 1 after those before it,
         of the logits divided by `temperature`."""
         return score(self._opened().decoder, token_lists, temperature)
+
+    @torch.inference_mode()
+    def top_k(
+        self, token_lists: Sequence[np.ndarray], k: int, temperature: float = 1.0
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The k likeliest tokens in place of those that `score` scores: ids int32 and log-probs float32, [T - 1, k]
+        each, in falling order, of the logits divided by `temperature`."""
+        return top_k(self._opened().decoder, token_lists, k, temperature)
 
     @torch.inference_mode()
     def route(self, token_lists: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -26,6 +26,21 @@ def score(decoder: Decoder, sequences: Sequence[np.ndarray], temperature: float)
     return scores
 
 
+def top_k(
+    decoder: Decoder, sequences: Sequence[np.ndarray], k: int, temperature: float
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The likeliest tokens in place of each but the first: ids int32 and log-probs float32, [T - 1, k] for each
+    sequence, in falling order."""
+    found = [(np.empty((0, k), dtype=np.int32), np.empty((0, k), dtype=np.float32))] * len(sequences)
+    for index, hidden, _ in _run(decoder, sequences):
+        parts = [
+            scaled_log_softmax(decoder.logits(part), temperature).topk(k) for part in hidden[:-1].split(_LOGIT_ROWS)
+        ]
+        log_probs, ids = (torch.cat(pieces).cpu().numpy() for pieces in zip(*parts, strict=True))
+        found[index] = ids.astype(np.int32), log_probs
+    return found
+
+
 def route(decoder: Decoder, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Experts taken by every token, int16 [T, layers, top_k] for each sequence, -1 in dense layers."""
     routes = [np.empty(0, dtype=np.int16)] * len(sequences)
