@@ -22,12 +22,13 @@ from prefect.exceptions import ObjectNotFound
 from prefect.workers.process import ProcessWorker
 
 from deployments.definitions import config_of_command_line, read_definitions
+from flows.post_training import miles
 from tasks.environment import DEFAULTS
 from tasks.stage_task import TRAINING_LIMIT
 
 WORK_POOL = "miles-pool"
 DEAD_RUNS = "miles: runs without a heartbeat have crashed"
-_HEARTBEATS_MISSED = 3
+_HEARTBEATS_MISSED = 4
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -66,7 +67,7 @@ def _ensure_dead_runs_are_noticed() -> None:
             return
     ends = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed", "Paused")}
     heartbeat = "prefect.flow-run.heartbeat"
-    silence = int(DEFAULTS["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) * _HEARTBEATS_MISSED + 5
+    silence = int(DEFAULTS["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) * _HEARTBEATS_MISSED
     Automation(
         name=DEAD_RUNS,
         trigger=EventTrigger(
@@ -75,6 +76,10 @@ def _ensure_dead_runs_are_noticed() -> None:
             expect={heartbeat} | ends,
             for_each={"prefect.resource.id"},
             match=ResourceSpecification({"prefect.resource.id": ["prefect.flow-run.*"]}),
+            # Of this flow alone: others may be set to send heartbeats less often, or not at all.
+            match_related=ResourceSpecification(
+                {"prefect.resource.role": ["flow"], "prefect.resource.name": [miles.name]}
+            ),
             threshold=1,
             within=timedelta(seconds=silence),
         ),

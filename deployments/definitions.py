@@ -8,6 +8,7 @@ import yaml
 
 from miles_core.config.load import load_config, preset_names
 from miles_core.config.run import RunConfig
+from tasks.environment import DEFAULTS
 
 PREFECT_FILE = Path(__file__).parents[1] / "prefect.yaml"
 
@@ -17,6 +18,8 @@ def read_definitions(config: RunConfig) -> dict[str, Any]:
     definitions: dict[str, Any] = yaml.safe_load(PREFECT_FILE.read_text())
     for deployment in definitions["deployments"]:
         deployment["parameters"] = {"config": config.model_dump(mode="json")}
+        # A run's process imports Prefect before anything of ours, so it must start with these.
+        deployment["work_pool"]["job_variables"] = {"env": DEFAULTS}
     return definitions
 
 

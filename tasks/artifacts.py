@@ -1,6 +1,7 @@
 """What a run shows in Prefect's UI: live training, scores, and where everything came from."""
 
 import logging
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from prefect.artifacts import (
 )
 
 from miles_core.config.run import RunConfig
+from tasks.curve import as_markdown_image, curve_svg
 from tasks.pipeline import PIPELINE
-from tasks.reward_curve import as_markdown_image, reward_curve_svg
 from tasks.stage import StageOutcome
 
 logger = logging.getLogger(__name__)
@@ -31,28 +32,31 @@ def artifact_key(what: str, run_name: str) -> str:
 
 
 class LiveTraining:
-    """A progress bar and a reward curve that follow the training.
+    """A progress bar and a curve of the reward (of the loss, where nothing is rewarded) that follow the training.
 
     They are for people only: an error of the server is logged, once, and the training goes on without them.
     """
 
     def __init__(self, config: RunConfig, seconds_between_updates: float = _SECONDS_BETWEEN_UPDATES) -> None:
-        self._name, self._total = config.name, config.rollout.num_rollout
+        self._run_name, self._total = config.name, config.rollout.num_rollout
+        self._what, self._metric = (
+            ("loss", "train/loss") if config.algorithm.is_supervised else ("reward", "rollout/raw_reward")
+        )
         self._interval = seconds_between_updates
-        self._rewards: dict[int, float] = {}
+        self._values: dict[int, float] = {}
         self._progress_id: UUID | None = None
-        self._shown_at, self._shown_done = -float("inf"), 0
+        self._shown_at, self._shown_done = -math.inf, 0
         self._failed = False
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of one rollout."""
-        rollout, reward = int(metrics["rollout_id"]), metrics.get("rollout/raw_reward")
-        if reward is not None:
-            self._rewards[rollout] = float(reward)
+        """Takes the metrics of one rollout. A rollout without the value (all its samples were dropped) has no point."""
+        rollout, value = int(metrics["rollout_id"]), metrics.get(self._metric)
+        if value is not None and math.isfinite(value):
+            self._values[rollout] = value
         done = rollout + 1
         is_due = time.monotonic() - self._shown_at >= self._interval
         is_due &= done - self._shown_done >= self._total / _UPDATES_OF_A_RUN
-        if self._rewards and not self._failed and (is_due or done == self._total):
+        if self._values and not self._failed and (is_due or done == self._total):
             try:
                 self._show(done)
             except Exception as error:
@@ -60,19 +64,18 @@ class LiveTraining:
                 self._failed = True
 
     def _show(self, done: int) -> None:
-        reward = self._rewards[max(self._rewards)]
-        description = f"rollout {done} of {self._total}, reward {reward:.3f}"
+        description = f"rollout {done} of {self._total}, {self._what} {self._values[max(self._values)]:.3f}"
         percent = 100.0 * done / self._total
         # _sync: inside the event loop that follows a cluster's job, these would only return a coroutine.
         if self._progress_id is None:
-            key = artifact_key("training", self._name)
+            key = artifact_key("training", self._run_name)
             created = create_progress_artifact(percent, key=key, description=description, _sync=True)  # type: ignore[call-arg]
             self._progress_id = cast(UUID, created)
         else:
             update_progress_artifact(self._progress_id, percent, description=description, _sync=True)  # type: ignore[call-arg]
-        curve = reward_curve_svg(self._rewards, f"{self._name}: {description}")
-        image = as_markdown_image(curve, "mean reward by rollout")
-        key = artifact_key("reward-curve", self._name)
+        curve = curve_svg(self._values, f"{self._run_name}: {description}")
+        image = as_markdown_image(curve, f"mean {self._what} by rollout")
+        key = artifact_key(f"{self._what}-curve", self._run_name)
         create_markdown_artifact(image, key=key, description=description, _sync=True)  # type: ignore[call-arg]
         self._shown_at, self._shown_done = time.monotonic(), done
 

@@ -10,8 +10,8 @@ from typing import Any
 from conversion.safetensors_header import CheckpointError, read_headers
 from miles_core.config.run import RunConfig
 from storage.progress import Progress
-from tasks.file_digest import file_digests
 from tasks.hub import SCHEME, fetch_snapshot, is_wanted, resolve_commit
+from tasks.named_files import model_digests
 from tasks.stage import StageJob, StageResult, StageSpec, in_work_dir
 
 
@@ -24,7 +24,11 @@ def reads(config: RunConfig) -> dict[str, Any]:
     if model.path.startswith(SCHEME):
         repo = model.path.removeprefix(SCHEME)
         return {"repo": repo, "commit": resolve_commit(repo, model.revision)}
-    return {"files": file_digests(_model_files(Path(model.path)))}
+    folder = Path(model.path)
+    if not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.is_dir() else "is no folder"
+        raise CheckpointError(f"{model.path!r} {what}: model.path must be a Hugging Face folder or {SCHEME}ORG/NAME")
+    return {"files": model_digests(folder)}
 
 
 def download(job: StageJob, out: Path) -> StageResult:
@@ -44,16 +48,9 @@ def download(job: StageJob, out: Path) -> StageResult:
     return StageResult(account)
 
 
-def _model_files(folder: Path) -> list[Path]:
-    if not (folder / "config.json").is_file():
-        what = "has no config.json" if folder.is_dir() else "is no folder"
-        raise CheckpointError(f"{str(folder)!r} {what}: model.path must be a Hugging Face folder or {SCHEME}ORG/NAME")
-    return sorted(path for path in folder.iterdir() if path.is_file() and is_wanted(path.name))
-
-
 def _copy_folder(folder: Path, out: Path, progress: Progress) -> dict[str, Any]:
     read_headers(folder)  # before the first byte is copied
-    files = _model_files(folder)
+    files = sorted(path for path in folder.iterdir() if path.is_file() and is_wanted(path.name))
     done, total = 0, sum(path.stat().st_size for path in files)
     for path in files:
         # Copied, not linked: the folder is the user's, who may write to it again.

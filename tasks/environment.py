@@ -13,7 +13,7 @@ DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # The first start of a temporary server creates its database: the usual 20 s are not enough on a small machine.
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
-    # Seconds. A run without a heartbeat for three of them is marked as crashed (deployments/bootstrap.py).
+    # Seconds. A run without a heartbeat for four of them is marked as crashed (deployments/bootstrap.py).
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     # Under `uv run` Ray would otherwise rebuild the environment for its workers.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",

@@ -4,17 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.config.run import RunConfig
-from tasks.data_inputs import data_params
+from tasks.named_files import data_and_reward
 from tasks.stage import StageJob, StageResult, StageSpec, in_work_dir
 
 
 def reads(config: RunConfig) -> dict[str, Any]:
     """Everything that a score depends on besides the model."""
     return {
-        **data_params(config, "eval"),
+        **data_and_reward(config, "eval"),
         "evaluate": config.evaluate.model_dump(mode="json"),
         "max_new_tokens": config.rollout.sampling.max_new_tokens,
-        "stop_token_ids": config.rollout.sampling.stop_token_ids,
         "engine": config.rollout.engine,
         "seed": config.seed,
     }

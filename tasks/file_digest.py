@@ -35,11 +35,6 @@ def file_digests(paths: Iterable[Path]) -> dict[str, str]:
     return digests
 
 
-def folder_digests(folder: Path) -> dict[str, str]:
-    """The same for the files directly in a folder."""
-    return file_digests(sorted(path for path in folder.iterdir() if path.is_file()))
-
-
 def _memory_file() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "miles" / "file-digests.json"

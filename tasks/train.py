@@ -6,25 +6,29 @@ from typing import Any
 from miles_core.config.run import RunConfig
 from miles_core.run import KIND, TrainSpec
 from storage.manifest import ArtifactRef
-from tasks.data_inputs import data_params
-from tasks.file_digest import folder_digests
+from tasks.named_files import data_and_reward, model_digests
 from tasks.stage import StageJob, StageSpec
 
 
 def reads(config: RunConfig) -> dict[str, Any]:
-    """All that decides the trained weights: not where the loop runs, nor how often it saves."""
-    return {
-        **data_params(config, "train"),
-        "seed": config.seed,
-        "rollout": config.rollout.model_dump(mode="json"),
-        "algorithm": config.algorithm.model_dump(mode="json"),
-        "trainer": config.trainer.model_dump(mode="json", exclude={"checkpoint"}),
-        "quantize": config.quantize.model_dump(mode="json"),
-        "distillation": {
-            "top_k": config.distillation.top_k,
-            "teachers": [folder_digests(Path(folder)) for folder in config.distillation.teachers],
+    """All that decides the trained weights. A new option counts unless it is listed here."""
+    params = config.model_dump(
+        mode="json",
+        exclude={
+            "name": True,
+            "model": True,  # an input
+            "data": True,
+            "reward": True,
+            "distillation": {"teachers"},
+            "trainer": {"checkpoint"},
+            "evaluate": True,
+            "upload": True,
+            "store": True,
+            "cluster": True,
         },
-    }
+    )
+    teachers = [model_digests(Path(folder)) for folder in config.distillation.teachers]
+    return {**params, **data_and_reward(config, "train"), "teachers": teachers}
 
 
 def train(job: StageJob) -> ArtifactRef:

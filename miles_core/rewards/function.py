@@ -3,7 +3,8 @@
 import importlib
 import os
 import sys
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import Any
 
 from miles_core.types import Prompt, Score
@@ -45,10 +46,21 @@ def split_path(path: str) -> tuple[str, str]:
 
 def find_module(name: str) -> bool:
     """Whether a module is there, found out without running any of its code or that of its packages."""
+    return _module_spec(name) is not None
+
+
+def module_file(name: str) -> Path | None:
+    """The file of a module's code; None where there is none. Runs none of it."""
+    spec = _module_spec(name)
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def _module_spec(name: str) -> ModuleSpec | None:
     search: list[str] | None = [os.getcwd(), *sys.path]
+    spec = None
     for depth in range(name.count(".") + 1):
         spec = PathFinder.find_spec(".".join(name.split(".")[: depth + 1]), search)
         if spec is None:
-            return False
+            return None
         search = list(spec.submodule_search_locations or ())
-    return True
+    return spec

@@ -1,4 +1,4 @@
-"""The reward of a run so far, drawn as SVG. No dependencies."""
+"""A number by rollout, drawn as SVG. No dependencies."""
 
 import base64
 import math
@@ -10,25 +10,24 @@ _SMOOTHED_OVER = 10  # rollouts
 _MAX_POINTS = 400
 
 
-def reward_curve_svg(rewards: Mapping[int, float], title: str) -> str:
-    """Mean reward of each rollout (thin) and its running mean over 10 rollouts (thick).
+def curve_svg(values: Mapping[int, float], title: str) -> str:
+    """The values (thin) and their running mean over 10 rollouts (thick).
 
     Args:
-        rewards: rollout -> mean reward; values that are not finite are left out. At least one must remain.
+        values: rollout -> value; those that are not finite are left out. At least one must remain.
     """
-    points = sorted((rollout, reward) for rollout, reward in rewards.items() if math.isfinite(reward))
+    points = sorted((rollout, value) for rollout, value in values.items() if math.isfinite(value))
     if not points:
-        raise ValueError(f"a reward curve needs a finite reward, found none among {len(rewards)} rollouts")
-    values = [reward for _, reward in points]
-    smooth = [sum(window) / len(window) for window in _windows(values)]
-    low, high = min(values), max(values)
+        raise ValueError(f"a curve needs a finite value, found none among {len(values)} rollouts")
+    smooth = _running_mean([value for _, value in points])
+    low, high = min(value for _, value in points), max(value for _, value in points)
     if low == high:
         low, high = low - 0.5, high + 0.5
-    first, last = points[0][0], max(points[-1][0], points[0][0] + 1)
+    first, last = points[0][0], points[-1][0]
 
-    def place(rollout: int, reward: float) -> str:
-        x = _LEFT + (rollout - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
-        y = _TOP + (high - reward) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+    def place(rollout: int, value: float) -> str:
+        x = _LEFT + (rollout - first) / max(last - first, 1) * (_WIDTH - _LEFT - _RIGHT)
+        y = _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
         return f"{x:.1f},{y:.1f}"
 
     shown = _thinned(range(len(points)))
@@ -44,7 +43,7 @@ def reward_curve_svg(rewards: Mapping[int, float], title: str) -> str:
         f'<text x="{_LEFT - 6}" y="{_TOP + 4}" text-anchor="end">{high:.3g}</text>'
         f'<text x="{_LEFT - 6}" y="{base + 4}" text-anchor="end">{low:.3g}</text>'
         f'<text x="{_LEFT}" y="{_HEIGHT - 10}">rollout {first}</text>'
-        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 10}" text-anchor="end">{points[-1][0]}</text>'
+        f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 10}" text-anchor="end">{last}</text>'
         f'<polyline points="{thin}" fill="none" stroke="#9db8e8"/>'
         f'<polyline points="{thick}" fill="none" stroke="#1f4fb0" stroke-width="2.5"/>'
         "</svg>"
@@ -56,8 +55,9 @@ def as_markdown_image(svg: str, text: str) -> str:
     return f"![{text}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
 
 
-def _windows(values: Sequence[float]) -> list[Sequence[float]]:
-    return [values[max(0, end - _SMOOTHED_OVER) : end] for end in range(1, len(values) + 1)]
+def _running_mean(values: Sequence[float]) -> list[float]:
+    windows = [values[max(0, end - _SMOOTHED_OVER) : end] for end in range(1, len(values) + 1)]
+    return [sum(window) / len(window) for window in windows]
 
 
 def _thinned(indices: range) -> list[int]:
