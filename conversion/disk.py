@@ -27,9 +27,16 @@ def naming_full_disk(path: Path, nbytes: int | None = None) -> Iterator[None]:
     """Turns a bare ENOSPC of the body into a `DiskFullError` that names file and bytes."""
     try:
         yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC or isinstance(error, DiskFullError):
+    except Exception as error:
+        if isinstance(error, DiskFullError) or not _is_full_disk(error):
             raise
         needed = f" while writing {nbytes} bytes" if nbytes else ""
         free = shutil.disk_usage(path.parent).free
         raise DiskFullError(f"the disk is full{needed} ({free} bytes are free)", path) from error
+
+
+def _is_full_disk(error: BaseException | None) -> bool:
+    """torch.save trips over the ENOSPC that ended it and raises a RuntimeError, so its context counts as well."""
+    return error is not None and (
+        (isinstance(error, OSError) and error.errno == errno.ENOSPC) or _is_full_disk(error.__context__)
+    )

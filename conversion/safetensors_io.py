@@ -12,6 +12,8 @@ import mmap
 import os
 import shutil
 from collections.abc import Collection, Set
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
@@ -66,7 +68,7 @@ class SafetensorsFolder:
         """Tensor names, in the order of files and offsets."""
         return tuple(self._specs)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         return sum(spec.nbytes for spec in self._specs.values())
 
@@ -108,9 +110,11 @@ class SafetensorsWriter:
     def __init__(self, folder: Path, max_shard_bytes: int = 5_000_000_000) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if there := sorted(p.name for p in self.folder.glob("model*.safetensors*") if p.suffix != ".partial"):
-            raise FileExistsError(f"{self.folder} already holds weights ({there[0]}); give an empty folder")
-        for leftover in self.folder.glob("*.partial"):
+        self._partial_index = self.folder / f"{INDEX_FILE}.partial"
+        there = sorted(p for p in self.folder.glob("model*.safetensors*") if p.suffix != ".partial")
+        if there and not self._partial_index.exists():
+            raise FileExistsError(f"{self.folder} already holds weights ({there[0].name}); give an empty folder")
+        for leftover in (*there, *self.folder.glob("*.partial")):  # of a writer that was killed
             leftover.unlink()
         self.max_shard_bytes = max_shard_bytes
         self.total_size = 0
@@ -123,10 +127,14 @@ class SafetensorsWriter:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, _: object, __: TracebackType | None) -> None:
-        if exc_type is None:
-            self.close()
-        else:
+        if exc_type is not None:
             self.abort()
+            return
+        try:
+            self.close()
+        except BaseException:
+            self.abort()
+            raise
 
     @property
     def names(self) -> Set[str]:
@@ -154,25 +162,26 @@ class SafetensorsWriter:
             self._spill(self._HEADER_BYTES)
 
     def close(self) -> None:
-        """Gives the shards their names and writes the index; the checkpoint is complete after this."""
+        """Gives the shards and the index their names, in this order; the checkpoint is complete after this."""
         self._finish_shard()
         if len(self._shards) == 1:
             self._shards[0].rename(self.folder / SINGLE_FILE)
             return
         names = [f"model-{i:05d}-of-{len(self._shards):05d}.safetensors" for i in range(1, len(self._shards) + 1)]
-        for shard, name in zip(self._shards, names, strict=True):
-            shard.rename(self.folder / name)
         weight_map = {tensor: names[shard] for tensor, shard in sorted(self._shard_of.items())}
         index = {"metadata": {"total_size": self.total_size}, "weight_map": weight_map}
-        partial = self.folder / f"{INDEX_FILE}.partial"
-        with naming_full_disk(partial):
-            partial.write_text(json.dumps(index, indent=2) + "\n")
-        partial.rename(self.folder / INDEX_FILE)
+        # Written before the first shard is renamed, so that a later writer can tell such shards from finished ones.
+        with naming_full_disk(self._partial_index):
+            self._partial_index.write_text(json.dumps(index, indent=2) + "\n")
+        for shard, name in zip(self._shards, names, strict=True):
+            shard.rename(self.folder / name)
+        self._partial_index.rename(self.folder / INDEX_FILE)
 
     def abort(self) -> None:
         """Removes what was written."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # on a full disk the file's buffer has nowhere to go
+                self._file.close()
         for leftover in self.folder.glob("*.partial"):
             leftover.unlink()
 

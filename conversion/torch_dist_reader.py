@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class TorchDistFolder:
         """Global Megatron names, in the order of the metadata."""
         return tuple(self._stored)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         return sum(self.spec(name).nbytes for name in self._stored)
 

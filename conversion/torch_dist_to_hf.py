@@ -39,10 +39,6 @@ class _Plan:
     specs: dict[str, TensorSpec]  # every tensor to write, in its exported number format
     left_out: int  # tensors of the reference whose MTP layers the checkpoint lacks
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(spec.nbytes for spec in self.specs.values())
-
 
 def torch_dist_to_hf(
     src: Path,
@@ -74,7 +70,8 @@ def torch_dist_to_hf(
         raise ValueError(f"dtype {dtype!r} is unknown, it must be one of {', '.join(ITEM_SIZES)}")
     checkpoint = TorchDistFolder(src)
     plan = _plan(checkpoint, reference_hf, dtype)
-    require_free_space(dst, plan.total_bytes)
+    total = sum(spec.nbytes for spec in plan.specs.values())
+    require_free_space(dst, total)
     casts: Counter[str] = Counter()
     with SafetensorsWriter(dst, max_shard_bytes) as writer:
         side_files = copy_side_files(reference_hf, dst, leave=(TENSORS_FILE,))
@@ -91,7 +88,7 @@ def torch_dist_to_hf(
                 done += tensor.nbytes
                 if source_dtype != plan.specs[name].dtype:
                     casts[f"{source_dtype} to {plan.specs[name].dtype}"] += 1
-            progress(done, plan.total_bytes, rule.megatron)
+            progress(done, total, rule.megatron)
         written = writer.names
         if written != plan.specs.keys():
             raise ConversionError(f"tensors that were not written: {', '.join(sorted(plan.specs.keys() - written))}")
@@ -132,13 +129,14 @@ def _described_tensors(reference: Path) -> dict[str, TensorSpec]:
 def check_same_model(rules: list[Rule], checkpoint: TorchDistFolder) -> None:
     """Raises `ConversionError` naming every tensor that is missing, unknown or of another shape than the rules say."""
     expected = {rule.megatron: rule.shape for rule in rules}
+    found = set(checkpoint.names)
     faults = {
-        "missing from the checkpoint": sorted(expected.keys() - set(checkpoint.names)),
-        "in the checkpoint, but not of this model": sorted(set(checkpoint.names) - expected.keys()),
+        "missing from the checkpoint": sorted(expected.keys() - found),
+        "in the checkpoint, but not of this model": sorted(found - expected.keys()),
         "of another shape than the model's config implies": [
             f"{name} {list(checkpoint.spec(name).shape)} instead of {list(shape)}"
             for name, shape in expected.items()
-            if name in checkpoint.names and not _fits(name, checkpoint.spec(name).shape, shape)
+            if name in found and not _fits(name, checkpoint.spec(name).shape, shape)
         ],
     }
     _raise_faults(f"{checkpoint.folder} and its reference are not of one model", faults)
@@ -194,7 +192,7 @@ def _account(plan: _Plan, checkpoint: TorchDistFolder, casts: Counter[str], side
         "mtp_converted": megatron_mtp_layers(checkpoint.names),
         "casts": dict(sorted(casts.items())),
         "padding_rows_dropped": {name: rows for name, rows in padding.items() if rows},
-        "bytes": plan.total_bytes,
+        "bytes": sum(spec.nbytes for spec in plan.specs.values()),
         "dtypes": dict(sorted(Counter(spec.dtype for spec in plan.specs.values()).items())),
         "side_files": side_files,
         "warnings": warnings,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -70,10 +71,14 @@ class TorchDistWriter:
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, _: object, __: TracebackType | None) -> None:
-        if exc_type is None:
-            self.close()
-        else:
+        if exc_type is not None:
             self.abort()
+            return
+        try:
+            self.close()
+        except BaseException:
+            self.abort()
+            raise
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Raises `ConversionError` for a name given twice."""
@@ -103,7 +108,8 @@ class TorchDistWriter:
 
     def abort(self) -> None:
         """Removes what was written."""
-        self._file.close()
+        with suppress(OSError):  # on a full disk the file's buffer has nowhere to go
+            self._file.close()
         shutil.rmtree(self._partial)
 
     def _next_file(self) -> BinaryIO:

@@ -156,6 +156,23 @@ def test_an_interrupted_write_leaves_nothing_and_a_killed_one_is_cleaned_up(tmp_
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+def test_a_writer_killed_while_it_renames_is_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = SafetensorsWriter(tmp_path, max_shard_bytes=10)
+    killed.write("a", torch.zeros(4))
+    killed.write("b", torch.zeros(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda path, target: os.replace(path, target) if "00001" in path.name else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            killed.close()
+    assert (tmp_path / "model-00001-of-00002.safetensors").exists()
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"has shards model-00001-of-00002.safetensors but no "):
+        read_headers(tmp_path)
+    with SafetensorsWriter(tmp_path) as writer:
+        writer.write("a", torch.ones(4))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
 def test_writer_refuses_duplicates_and_finished_folders(tmp_path: Path) -> None:
     with SafetensorsWriter(tmp_path) as writer:
         writer.write("a", torch.zeros(1))
