@@ -31,7 +31,7 @@ class ValueModel(PolicyModel):
         if not self.post_process:
             return
         if not self.geometry.tie_embeddings:  # a tied one is the embedding's copy, which stages keep equal
-            self.output_layer = None
+            self.output_layer, self.post_process = None, False
         generator = torch.Generator().manual_seed(seed)
         head = torch.empty(self.geometry.hidden_size).normal_(std=_HEAD_STD, generator=generator)
         self.value_head = torch.nn.Parameter(head.to(current_device()))
