@@ -156,7 +156,10 @@ class TorchDistFolder:
         info = self._metadata.storage_data[MetadataIndex(key, offsets)]
         with (self.folder / info.relative_path).open("rb") as file:
             view: Any = _create_file_view(file, info.offset, info.length)
-            tensor = torch.load(view, map_location="cpu", weights_only=True)
+            try:
+                tensor = torch.load(view, map_location="cpu", weights_only=True)
+            except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+                raise CheckpointError(f"{self.folder / info.relative_path}: {key} can not be read: {error}") from error
         assert isinstance(tensor, torch.Tensor)
         return tensor
 
@@ -211,7 +214,7 @@ def _read_metadata(path: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             metadata = _DataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError) as error:
+    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} can not be read: {error}") from error
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
         raise CheckpointError(f"{path} is no torch.distributed.checkpoint metadata")

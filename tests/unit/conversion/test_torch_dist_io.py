@@ -155,6 +155,10 @@ def second_model(metadata: Metadata) -> None:
 DAMAGE = {
     "missing file": (lambda f: (f / "__0_1.distcp").unlink(), r"__0_1.distcp is missing"),
     "truncated file": (lambda f: os.truncate(f / "__0_1.distcp", 5_000), r"__0_1.distcp is truncated: 5000 bytes, its"),
+    "overwritten values": (
+        lambda f: (f / TorchDistFolder(f).spec("output_layer.weight").file).write_bytes(bytes(200_000)),
+        r"distcp: output_layer.weight can not be read",
+    ),
     "no metadata": (lambda f: (f / ".metadata").unlink(), r".metadata is missing .*was not finished"),
     "truncated metadata": (lambda f: os.truncate(f / ".metadata", 1_000), r".metadata can not be read"),
     "empty metadata": (lambda f: os.truncate(f / ".metadata", 0), r".metadata can not be read"),
