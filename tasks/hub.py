@@ -128,7 +128,10 @@ def _list_files(repo: str, commit: str) -> list[HubFile]:
 def _cached_snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=True))
+    found = snapshot_download(
+        repo, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"], local_files_only=True
+    )
+    return Path(found)
 
 
 def _cached_files(snapshot: Path) -> list[HubFile]:

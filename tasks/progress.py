@@ -54,4 +54,5 @@ def stage_progress(stage: str) -> Iterator[ProgressCallback]:
     try:
         yield report
     finally:
-        bar.stop()
+        if row is not None:
+            bar.stop()
