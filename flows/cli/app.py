@@ -23,3 +23,7 @@ stages.register(app)
 def main() -> None:
     """Entry point of the console script."""
     app()
+
+
+if __name__ == "__main__":
+    main()
