@@ -28,10 +28,10 @@ from miles_core.types import TrainSample
 class PackedLayout:
     """Where the sequences lie that were laid end to end; padding at the end counts as one more sequence."""
 
-    offsets: Tensor  # int32 [n + 1], offsets[i] is the first token of sequence i, the last one is the total length
-    longest: int
-    rows: Tensor  # int64 [n, longest], flat token of each place of the padded layout; 0 where a sequence has ended
-    places: Tensor  # int64 [total], the inverse: flat place in `rows` of each token
+    count: int  # sequences
+    longest: int  # tokens
+    offsets: Tensor  # int32 [count + 1], offsets[i] is the first token of sequence i, the last one is the total length
+    places: Tensor  # int64 [total], where each token would lie in rows of `longest`, flat: row * longest + position
 
 
 @dataclass(frozen=True)
@@ -151,15 +151,13 @@ def _packed_layout(lengths: Sequence[int], total: int) -> PackedLayout:
     lengths = [*lengths, padding] if padding else list(lengths)
     longest = max(lengths)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    rows = np.zeros((len(lengths), longest), dtype=np.int64)
     places = np.empty(total, dtype=np.int64)
     for i, (start, n) in enumerate(zip(offsets, lengths, strict=False)):
-        rows[i, :n] = start + np.arange(n)
         places[start : start + n] = i * longest + np.arange(n)
     return PackedLayout(
-        offsets=torch.from_numpy(offsets.astype(np.int32)),
+        count=len(lengths),
         longest=longest,
-        rows=torch.from_numpy(rows),
+        offsets=torch.from_numpy(offsets.astype(np.int32)),
         places=torch.from_numpy(places),
     )
 

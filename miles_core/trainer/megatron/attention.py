@@ -13,12 +13,16 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn import functional as F
 
+from conversion.geometry import RopeGeometry
 from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig
 from miles_core.trainer.megatron.packing import PackedSequences, from_rows, to_rows
+from miles_core.trainer.megatron.rope import Rotation
 
 
 class CoreAttention(MegatronModule):
     """softmax(q k^T * scale) v, causal, each sequence for itself; grouped queries share their group's key and value.
+
+    Queries and keys are rotated by their position here, where each sequence starts at place 0.
 
     Shapes, padded: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads * dv].
     Packed: q [t, heads, d], k [t, groups, d], v [t, groups, dv] -> [t, heads * dv].
@@ -39,6 +43,11 @@ class CoreAttention(MegatronModule):
         layer = min(layer_number, geometry.num_layers) - 1  # Megatron counts from 1; MTP layers are like the last one
         slides = bool(geometry.is_sliding_layer) and geometry.is_sliding_layer[layer]
         self.window = geometry.sliding_window if slides else None
+        rope = geometry.rope
+        if slides and geometry.local_rope_theta is not None:
+            rope = RopeGeometry(geometry.local_rope_theta, rope.rotary_dim)
+        # Latent attention rotates part of its heads before it gets here.
+        self.rotation = Rotation.of(rope) if geometry.mla is None else None
 
     def forward(
         self,
@@ -60,6 +69,8 @@ class CoreAttention(MegatronModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """All [b, heads or groups, s, width]."""
+        if self.rotation is not None:
+            q, k = self.rotation(q), self.rotation(k)
         length = q.shape[2]
         window = self.window if self.window is not None and self.window < length else None
         if self.softcap is not None:

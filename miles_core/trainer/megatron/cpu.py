@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,13 +26,16 @@ _CPU = torch.device("cpu")
 @functools.cache
 def install() -> None:
     """Makes megatron-core usable on this machine; no effect the second time."""
-    if device_type() == "cpu":
-        _import_without_compiler()
-        _replace_cuda_functions()
-        _replace_factories()
-        _replace_rng_tracker()
-    if importlib.util.find_spec("transformer_engine") is None:
-        _do_without_transformer_engine()
+    with warnings.catch_warnings():
+        # Module after module says that Transformer Engine and Apex are not there.
+        warnings.simplefilter("ignore", UserWarning)
+        if device_type() == "cpu":
+            _import_without_compiler()
+            _replace_cuda_functions()
+            _replace_factories()
+            _replace_rng_tracker()
+        if importlib.util.find_spec("transformer_engine") is None:
+            _do_without_transformer_engine()
 
 
 def _import_without_compiler() -> None:
@@ -109,6 +113,9 @@ def _do_without_transformer_engine() -> None:
     import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 
     multi_latent_attention.HAVE_TE = False
+    # For their warnings alone.
+    importlib.import_module("megatron.core.models.backends")
+    importlib.import_module("megatron.core.optimizer")
 
 
 class _CudaTypeNames(TorchFunctionMode):

@@ -18,11 +18,9 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from miles_core.batching.micro_batch import MicroBatch
-from miles_core.device import current_device
 from miles_core.trainer.megatron.layer_spec import decoder_spec, mtp_spec
 from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig
 from miles_core.trainer.megatron.packing import packed_sequences
-from miles_core.trainer.megatron.rope import inverse_frequencies
 
 
 class PolicyModel(GPTModel):
@@ -45,13 +43,10 @@ class PolicyModel(GPTModel):
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=last_stage,
             share_embeddings_and_output_weights=geometry.tie_embeddings,
-            position_embedding_type="rope",
-            rotary_base=geometry.rope.theta,
+            position_embedding_type="none",  # our attention rotates, see rope.py
             mtp_block_spec=mtp_spec(geometry, mtp_num_layers) if mtp_num_layers and last_stage else None,
         )
         self.geometry = geometry
-        if geometry.mla is None:
-            self.rotary_pos_emb.inv_freq = inverse_frequencies(geometry.rope).to(current_device())
         if self.mtp_process:
             self.mtp.requires_grad_(False)
         _mark_split_weights(self)

@@ -73,7 +73,6 @@ def transformer_config(
         "add_bias_linear": False,  # biases of single projections: layer_spec.py
         "add_qkv_bias": geometry.qkv_bias,
         "softmax_scale": geometry.attention_scale,
-        "rotary_interleaved": geometry.rope.interleaved and geometry.mla is None,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "params_dtype": dtype,
@@ -96,6 +95,7 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
+        "cuda_graph_scope": [],
     }
     if geometry.moe is not None:
         fields |= _moe_fields(geometry.moe, routing_replay)
@@ -183,10 +183,6 @@ def _faults(geometry: ModelGeometry, trainer: TrainerConfig) -> list[str]:
     if g.moe is not None:
         faults += _moe_faults(g.moe, parallel.expert)
     faults += _rope_faults(g)
-    if g.local_rope_theta is not None:
-        faults.append(
-            f"a rotary base of its own ({g.local_rope_theta}) for sliding layers: Megatron's layers share one"
-        )
     return faults
 
 
@@ -216,6 +212,7 @@ def _rope_faults(g: ModelGeometry) -> list[str]:
         if kind not in ("default", "yarn"):
             faults.append(f"rope scaling {kind!r} with latent attention; supported: yarn")
         return faults
+    faults = ["interleaved rope without latent attention"] if g.rope.interleaved else []
     if kind not in ("default", "linear", "llama3"):
-        return [f"rope scaling {kind!r}; supported: linear, llama3, and yarn with latent attention"]
-    return []
+        faults.append(f"rope scaling {kind!r}; supported: linear, llama3, and yarn with latent attention")
+    return faults

@@ -43,6 +43,8 @@ class ModelOptimizer:
                 [model],
                 use_gloo_process_groups=False,
             )
+        for group in self.megatron.param_groups:
+            group["fused"] = True  # one call for all parameters; megatron-core has no option for it
         self.steps = 0  # applied so far
 
     def learning_rate(self) -> float:
@@ -79,4 +81,4 @@ class ModelOptimizer:
         # megatron-core stores Adam's step once, from rank 0, whose stage may have none of a group's parameters.
         for optimizer in self.megatron.chained_optimizers:
             for parameter_state in optimizer.state.values():
-                parameter_state["step"] = torch.tensor(float(steps))
+                parameter_state["step"] = torch.tensor(float(steps), device=parameter_state["exp_avg"].device)

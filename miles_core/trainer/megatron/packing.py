@@ -30,10 +30,15 @@ def packed_sequences(layout: PackedLayout | None) -> PackedSequences | None:
 
 
 def to_rows(packed: Tensor, layout: PackedLayout) -> Tensor:
-    """[total, ...] -> [n, longest, ...]; places after a sequence's end repeat token 0."""
-    return packed.index_select(0, layout.rows.flatten()).unflatten(0, layout.rows.shape)
+    """[total, ...] -> [n, longest, ...], zeros after a sequence's end."""
+    shape = (layout.count, layout.longest)
+    if len(packed) == layout.count * layout.longest:
+        return packed.unflatten(0, shape)
+    rows = packed.new_zeros(layout.count * layout.longest, *packed.shape[1:])
+    return rows.index_copy(0, layout.places, packed).unflatten(0, shape)
 
 
 def from_rows(rows: Tensor, layout: PackedLayout) -> Tensor:
     """The inverse of `to_rows`."""
-    return rows.flatten(0, 1).index_select(0, layout.places)
+    flat = rows.flatten(0, 1)
+    return flat if len(flat) == len(layout.places) else flat.index_select(0, layout.places)

@@ -1,7 +1,6 @@
 """Trainers on one or several ranks, for tests."""
 
 import multiprocessing
-import os
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +11,10 @@ from typing import Any
 import torch
 from tiny_models import checkpoint_folder, geometry_of
 
+from conversion.geometry import ModelGeometry
 from miles_core.config.run import RunConfig
 from miles_core.trainer.megatron.trainer import MegatronTrainer
+from miles_core.weight_sync.bucket import tensor_digest
 
 # Ranks are forked from a server that has imported torch and Megatron once.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -21,19 +22,10 @@ _CONTEXT.set_forkserver_preload(["miles_core.trainer.megatron.trainer", "transfo
 
 
 @contextmanager
-def trainer_of(
-    name: str, config: RunConfig, *, rank: int = 0, init_method: str | None = None, checkpoint: Path | None = None
-) -> Iterator[MegatronTrainer]:
-    """A trainer of this process, closed at the end."""
+def trainer_of(name: str, config: RunConfig) -> Iterator[MegatronTrainer]:
+    """A trainer of one rank in this process, closed at the end."""
     with TemporaryDirectory() as folder:
-        trainer = MegatronTrainer(
-            config,
-            geometry_of(name),
-            rank=rank,
-            world_size=config.trainer.num_ranks,
-            init_method=init_method or f"file://{folder}/rendezvous",
-            checkpoint=checkpoint or checkpoint_folder(name),
-        )
+        trainer = _start(config, geometry_of(name), checkpoint_folder(name), 0, folder)
         try:
             yield trainer
         finally:
@@ -42,14 +34,12 @@ def trainer_of(
 
 def on_ranks(name: str, config: RunConfig, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`work(trainer, *arguments)` on each rank, in new processes; their results in order."""
-    size = config.trainer.num_ranks
     with TemporaryDirectory() as folder:
-        init_method, checkpoint = f"file://{folder}/rendezvous", checkpoint_folder(name)
         jobs = []
-        for rank in range(size):
+        for rank in range(config.trainer.num_ranks):
             ours, theirs = _CONTEXT.Pipe()
-            args = (theirs, name, config, rank, init_method, checkpoint, work, arguments)
-            process = _CONTEXT.Process(target=_rank_main, args=args, daemon=True)
+            start = (config, geometry_of(name), checkpoint_folder(name), rank, folder)
+            process = _CONTEXT.Process(target=_rank_main, args=(theirs, start, work, arguments), daemon=True)
             process.start()
             theirs.close()
             jobs.append((process, ours))
@@ -62,21 +52,28 @@ def on_ranks(name: str, config: RunConfig, work: Callable[..., Any], *arguments:
     return results
 
 
-def _rank_main(
-    pipe: Any,
-    name: str,
-    config: RunConfig,
-    rank: int,
-    init_method: str,
-    checkpoint: Path,
-    work: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
+def weight_digests(trainer: MegatronTrainer) -> dict[str, str]:
+    """sha256 of each tensor as it leaves the trainer, by Hugging Face name."""
+    return {name: tensor_digest(tensor) for name, tensor in trainer.named_weights()}
+
+
+def _start(config: RunConfig, geometry: ModelGeometry, checkpoint: Path, rank: int, folder: str) -> MegatronTrainer:
+    return MegatronTrainer(
+        config,
+        geometry,
+        rank=rank,
+        world_size=config.trainer.num_ranks,
+        init_method=f"file://{folder}/rendezvous",
+        checkpoint=checkpoint,
+    )
+
+
+def _rank_main(pipe: Any, start: tuple[Any, ...], work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        with trainer_of(name, config, rank=rank, init_method=init_method, checkpoint=checkpoint) as trainer:
-            pipe.send(work(trainer, *arguments))
+        trainer = _start(*start)
+        pipe.send(work(trainer, *arguments))
+        trainer.close()
     except BaseException as error:
-        error.add_note(f"rank {rank}:\n{traceback.format_exc()}")  # a traceback itself does not cross processes
+        error.add_note(traceback.format_exc())  # a traceback itself does not cross processes
         pipe.send(error)

@@ -3,18 +3,25 @@
 from typing import Any
 
 import pytest
-from ranks import on_ranks, trainer_of
-from tiny_models import make_samples, run_config
+from ranks import on_ranks, trainer_of, weight_digests
+from tiny_models import folder_digests, make_samples, run_config
 
 from miles_core.trainer.megatron.trainer import MegatronTrainer
 from miles_core.types import TrainSample
 
 _SAMPLES = 8
+_MOE, _TIED = "glm4-moe-mtp", "llama-tied"
 _COMPARED = ("train/loss", "train/grad_norm", "train/train_rollout_kl", "train/ess_ratio", "train/trainable_tokens")
 
 
 def _two_steps(trainer: MegatronTrainer, samples: list[TrainSample]) -> list[dict[str, float]]:
     return [trainer.train_step(samples) for _ in range(2)]
+
+
+def _weights_and_two_steps(
+    trainer: MegatronTrainer, samples: list[TrainSample]
+) -> tuple[dict[str, str], list[dict[str, float]]]:
+    return weight_digests(trainer), _two_steps(trainer, samples)
 
 
 def _check_equal(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
@@ -27,7 +34,7 @@ def _check_equal(found: list[dict[str, float]], expected: list[dict[str, float]]
 def expected() -> dict[str, list[dict[str, float]]]:
     """One rank, one padded micro-batch."""
     results = {}
-    for name in ("glm4-moe-mtp", "llama-tied"):
+    for name in (_MOE, _TIED, "llama-biased"):
         config = run_config(name, samples=_SAMPLES, trainer={"packing": False})
         with trainer_of(name, config) as trainer:
             results[name] = _two_steps(trainer, make_samples(name, _SAMPLES))
@@ -43,7 +50,6 @@ def test_micro_batches_change_nothing(expected: dict[str, Any], micro_batch_size
         _check_equal(_two_steps(megatron, make_samples(name, _SAMPLES)), expected[name])
 
 
-_MOE, _TIED = "glm4-moe-mtp", "llama-tied"
 _FAST = {
     "expert-2": (_MOE, 2, {"expert": 2}, True),
     "pipeline-2": (_MOE, 2, {"pipeline": 2}, True),
@@ -55,6 +61,7 @@ _SLOW = {
     "expert-2-padded": (_MOE, 2, {"expert": 2}, False),
     "pipeline-2-padded": (_MOE, 2, {"pipeline": 2}, False),
     "pipeline-2-tied": (_TIED, 2, {"pipeline": 2}, True),
+    "tensor-2-biased": ("llama-biased", 2, {"tensor": 2}, True),
     "tensor-2-padded": (_TIED, 2, {"tensor": 2}, False),
     "pipeline-2-expert-2": (_MOE, 4, {"pipeline": 2, "expert": 2}, True),
     "tensor-2-expert-2": (_MOE, 4, {"tensor": 2, "expert": 2}, True),
@@ -71,7 +78,8 @@ def test_parallel_layouts_change_nothing(
 ) -> None:
     trainer = {"num_ranks": ranks, "parallel": parallel, "packing": packing, "micro_batch_size": 2}
     config = run_config(name, samples=_SAMPLES, trainer=trainer)
-    for steps in on_ranks(name, config, _two_steps, make_samples(name, _SAMPLES)):
+    for weights, steps in on_ranks(name, config, _weights_and_two_steps, make_samples(name, _SAMPLES)):
+        assert weights == folder_digests(name)  # every tensor of the folder, whole, bit for bit, and no other
         _check_equal(steps, expected[name])
 
 

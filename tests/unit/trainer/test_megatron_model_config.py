@@ -60,7 +60,7 @@ def test_what_fits_is_built() -> None:
         ),
         (replace(_DENSE, qk_norm="full"), {"tensor": 2}, "a norm over all query heads"),
         (replace(_DENSE, rope=replace(_DENSE.rope, scaling={"rope_type": "yarn"})), {}, "rope scaling 'yarn'"),
-        (replace(_DENSE, local_rope_theta=1e4), {}, r"a rotary base of its own \(10000.0\) for sliding layers"),
+        (replace(_DENSE, rope=replace(_DENSE.rope, interleaved=True)), {}, "interleaved rope without latent attention"),
     ],
 )
 def test_what_does_not_is_refused(geometry: ModelGeometry, parallel: dict[str, int], message: str) -> None:
@@ -69,6 +69,8 @@ def test_what_does_not_is_refused(geometry: ModelGeometry, parallel: dict[str, i
 
 
 def test_all_faults_are_listed() -> None:
-    geometry = replace(_DENSE, moe=replace(_MOE, norm_topk=False), local_rope_theta=1e4)
-    with pytest.raises(UnsupportedGeometryError, match=r"pipeline 3.*norm_topk=False.*rotary base"):
+    geometry = replace(
+        _DENSE, moe=replace(_MOE, norm_topk=False), rope=replace(_DENSE.rope, scaling={"rope_type": "yarn"})
+    )
+    with pytest.raises(UnsupportedGeometryError, match=r"pipeline 3.*norm_topk=False.*'yarn'"):
         _build(geometry, 3, pipeline=3)

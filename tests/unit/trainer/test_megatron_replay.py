@@ -48,14 +48,33 @@ def _results(trainer: MegatronTrainer, samples: list[TrainSample]) -> dict[str, 
     return {"log_probs": log_probs, **trainer.train_step(samples)}
 
 
-@pytest.mark.parametrize("trainer", [{}, {"packing": False}, {"num_ranks": 2, "parallel": {"pipeline": 2}}])
-def test_replaying_own_routes_is_bit_equal(own_routes: list[TrainSample], trainer: dict[str, Any]) -> None:
-    plain = on_ranks(_NAME, _config(replay=False, **trainer), _results, own_routes)
-    replayed = on_ranks(_NAME, _config(replay=True, **trainer), _results, own_routes)
+def _check_bit_equal(plain: dict[str, Any], replayed: dict[str, Any]) -> None:
+    assert replayed.pop("train/routing_replay_overlap") == 1.0
+    np.testing.assert_array_equal(plain.pop("log_probs"), replayed.pop("log_probs"))
+    assert plain == replayed
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_replaying_own_routes_is_bit_equal(own_routes: list[TrainSample], packing: bool) -> None:
+    results = []
+    for replay in (False, True):
+        with trainer_of(_NAME, _config(replay=replay, packing=packing)) as trainer:
+            results.append(_results(trainer, own_routes))
+    _check_bit_equal(*results)
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"pipeline": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)], ids=["pipeline", "tensor"]
+)
+def test_replaying_own_routes_is_bit_equal_on_two_ranks(
+    own_routes: list[TrainSample], parallel: dict[str, int]
+) -> None:
+    plain, replayed = (
+        on_ranks(_NAME, _config(replay=replay, num_ranks=2, parallel=parallel), _results, own_routes)
+        for replay in (False, True)
+    )
     for one, other in zip(plain, replayed, strict=True):
-        assert other.pop("train/routing_replay_overlap") == 1.0
-        np.testing.assert_array_equal(one.pop("log_probs"), other.pop("log_probs"))
-        assert one == other
+        _check_bit_equal(one, other)
 
 
 def _force_routes(model: nn.Module, routes: Tensor) -> None:
@@ -111,10 +130,19 @@ def _recomputed(trainer: MegatronTrainer, samples: list[TrainSample], recompute:
     return metrics["train/loss"], metrics["train/grad_norm"]
 
 
-@pytest.mark.parametrize("parallel", [{}, {"pipeline": 2}])
-def test_recomputation_replays_too(parallel: dict[str, int]) -> None:
+def test_recomputation_replays_too() -> None:
+    samples, results = make_samples(_NAME, _COUNT, with_routes=True), []
+    for recompute in (False, True):
+        with trainer_of(_NAME, _config(replay=True, micro_batch_size=1)) as trainer:
+            results.append(_recomputed(trainer, samples, recompute))
+    assert results[0] == results[1]
+
+
+@pytest.mark.slow
+def test_recomputation_replays_too_in_a_pipeline() -> None:
+    """Several micro-batches are under way at once, and each is recomputed with its own routes."""
     samples = make_samples(_NAME, _COUNT, with_routes=True)
-    config = _config(replay=True, micro_batch_size=1, num_ranks=parallel.get("pipeline", 1), parallel=parallel)
+    config = _config(replay=True, micro_batch_size=1, num_ranks=2, parallel={"pipeline": 2})
     plain = on_ranks(_NAME, config, _recomputed, samples, False)
     assert on_ranks(_NAME, config, _recomputed, samples, True) == plain
 

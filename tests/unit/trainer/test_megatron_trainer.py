@@ -5,23 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ranks import on_ranks, trainer_of
-from tiny_models import hf_folder, make_samples, run_config
-
-from conversion.safetensors_io import SafetensorsFolder
-from miles_core.trainer.megatron.trainer import MegatronTrainer
-from miles_core.weight_sync.bucket import tensor_digest
+from ranks import trainer_of, weight_digests
+from tiny_models import folder_digests, make_samples, run_config
 
 _NAME, _COUNT = "glm4-moe-mtp", 6
-
-
-def _digests(trainer: MegatronTrainer) -> dict[str, str]:
-    return {name: tensor_digest(tensor) for name, tensor in trainer.named_weights()}
-
-
-def _folder_digests(name: str) -> dict[str, str]:
-    with SafetensorsFolder(hf_folder(name)) as folder:
-        return {tensor: tensor_digest(folder.read(tensor)) for tensor in folder.names}
 
 
 @pytest.mark.parametrize("policy_loss", ["ppo_clip", "gspo", "cispo"])
@@ -72,16 +59,16 @@ def test_a_non_finite_gradient_changes_nothing(bad: float) -> None:
     config = run_config(_NAME, samples=_COUNT, trainer={"micro_batch_size": 2, "optimizer": {"warmup_steps": 3}})
     with trainer_of(_NAME, config) as trainer:
         expected = [trainer.train_step(samples), trainer.train_step(samples)]
-        weights = _digests(trainer)
+        weights = weight_digests(trainer)
     with trainer_of(_NAME, config) as trainer:
         first = trainer.train_step(samples)
-        before = _digests(trainer)
+        before = weight_digests(trainer)
         skipped = trainer.train_step(poisoned)
         assert skipped["train/skipped_steps"] == 1.0
         assert not np.isfinite(skipped["train/grad_norm"])
-        assert _digests(trainer) == before
+        assert weight_digests(trainer) == before
         assert [first, trainer.train_step(samples)] == expected
-        assert _digests(trainer) == weights
+        assert weight_digests(trainer) == weights
     assert expected[0]["train/skipped_steps"] == 0.0
 
 
@@ -108,31 +95,11 @@ def test_the_learning_rate_warms_up() -> None:
     assert rates == pytest.approx([5e-4, 1e-3, 1e-3])
 
 
-@pytest.mark.parametrize(
-    ("name", "parallel"),
-    [
-        pytest.param(_NAME, {}, id="whole"),
-        pytest.param(_NAME, {"pipeline": 2}, id="pipeline"),
-        pytest.param(_NAME, {"expert": 2}, id="expert"),
-        pytest.param(_NAME, {"tensor": 2}, id="tensor"),
-        pytest.param("llama-tied", {"tensor": 2}, id="tensor-tied", marks=pytest.mark.slow),
-        pytest.param("llama-biased", {"tensor": 2}, id="tensor-biased", marks=pytest.mark.slow),
-        pytest.param("llama-tied", {"pipeline": 2}, id="pipeline-tied", marks=pytest.mark.slow),
-    ],
-)
-def test_initial_weights_leave_as_they_came(name: str, parallel: dict[str, int]) -> None:
-    """Every tensor of the folder, bit for bit, MTP layers and their copies included, and no other; on every rank."""
-    trainer = {"num_ranks": 2 if parallel else 1, "parallel": parallel, "micro_batch_size": 1}
-    config = run_config(name, samples=2, trainer=trainer)
-    for digests in on_ranks(name, config, _digests):
-        assert digests == _folder_digests(name)
-
-
 def test_frozen_mtp_layers_stay_while_the_shared_tensors_move() -> None:
-    samples, before = make_samples(_NAME, _COUNT), _folder_digests(_NAME)
+    samples, before = make_samples(_NAME, _COUNT), folder_digests(_NAME)
     with trainer_of(_NAME, run_config(_NAME, samples=_COUNT)) as trainer:
         trainer.train_step(samples)
-        after = _digests(trainer)
+        after = weight_digests(trainer)
     mtp, shared = "model.layers.2.", ("embed_tokens.weight", "shared_head.head.weight")
     for name in before:
         frozen = (name.startswith(mtp) and not name.endswith(shared)) or name.endswith("e_score_correction_bias")

@@ -15,8 +15,10 @@ from conversion.families import geometry_from_config
 from conversion.geometry import ModelGeometry
 from conversion.hf_to_torch_dist import hf_to_torch_dist
 from conversion.random_model import make_random_model
+from conversion.safetensors_io import SafetensorsFolder
 from miles_core.config.run import RunConfig
 from miles_core.types import TrainSample
+from miles_core.weight_sync.bucket import tensor_digest
 
 _COMMON = {
     "vocab_size": 101,  # no multiple of anything
@@ -101,6 +103,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2ForCausalLM",
         {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 8},
     ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {"head_dim": 16, "sliding_window": 4, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "gemma2": (
         "Gemma2ForCausalLM",
         {"head_dim": 16, "sliding_window": 4, "query_pre_attn_scalar": 20, "tie_word_embeddings": True},
@@ -148,6 +155,12 @@ def checkpoint_folder(name: str) -> Path:
     folder = Path(mkdtemp(prefix=f"{name}-torch-dist-"))
     hf_to_torch_dist(hf_folder(name), folder)
     return folder
+
+
+def folder_digests(name: str) -> dict[str, str]:
+    """sha256 of each tensor in `hf_folder`."""
+    with SafetensorsFolder(hf_folder(name)) as folder:
+        return {tensor: tensor_digest(folder.read(tensor)) for tensor in folder.names}
 
 
 def geometry_of(name: str) -> ModelGeometry:
