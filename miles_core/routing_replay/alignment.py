@@ -1,8 +1,9 @@
 """Routed experts of a rollout (R3) as rows of a micro-batch.
 
 The engine gives one row for each token that it fed to the model, [T - 1, layers, top_k] with absolute layer numbers,
-dense layers included. The trainer's pass has more rows: each sample's last token, and padding. Those are sent to
-arbitrary valid experts; their hidden states are never scored and no other token attends to them.
+dense layers included. The trainer's pass has more rows: each sample's last token, and padding. There the trainer's
+routers choose for themselves, as they would without replay: nothing scores those rows and no other token attends to
+them, and so a replay of the trainer's own routes gives the very same numbers as none.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ import torch
 from conversion.geometry import ModelGeometry
 from miles_core.batching.micro_batch import MicroBatch
 from miles_core.types import TrainSample
+
+OWN_CHOICE = -1  # instead of an expert's number
 
 
 class RoutingReplayError(ValueError):
@@ -52,18 +55,13 @@ def check_routes(batch: Sequence[TrainSample], geometry: ModelGeometry) -> None:
             )
 
 
-def with_routes(micro_batch: MicroBatch, batch: Sequence[TrainSample], num_experts: int) -> MicroBatch:
-    """The micro-batch with `routed_experts`, int16 [S * B, layers, top_k].
-
-    Rows that no sample feeds get experts (row + 0, row + 1, ...) modulo `num_experts`: distinct, and spread evenly.
-    """
-    routes = [_routes(batch[i]) for i in micro_batch.samples]
+def with_routes(micro_batch: MicroBatch, batch: Sequence[TrainSample]) -> MicroBatch:
+    """The micro-batch with `routed_experts`, int16 [S * B, layers, top_k]; `OWN_CHOICE` in rows that no engine fed."""
     layers, top_k = _routes(batch[0]).shape[1:]
-    rows = torch.arange(micro_batch.tokens.numel())
-    filler = (rows[:, None, None] + torch.arange(top_k)) % num_experts
-    aligned = filler.expand(-1, layers, -1).to(torch.int16).contiguous()
-    if routes:
-        aligned[micro_batch.fed_rows] = torch.from_numpy(np.concatenate(routes).astype(np.int16))
+    aligned = torch.full((micro_batch.tokens.numel(), layers, top_k), OWN_CHOICE, dtype=torch.int16)
+    if micro_batch.samples:
+        routes = np.concatenate([_routes(batch[i]) for i in micro_batch.samples])
+        aligned[micro_batch.fed_rows] = torch.from_numpy(routes.astype(np.int16))
     return replace(micro_batch, routed_experts=aligned)
 
 
