@@ -26,6 +26,10 @@ _FOLDER = "critic"  # inside a checkpoint
 class ValueModel(PolicyModel):
     """The policy's decoder with a scalar head, fp32 [hidden], in place of the output layer."""
 
+    post_process: bool  # of GPTModel: whether this stage is the last one and has an output layer
+
+    post_process: bool  # set by GPTModel
+
     def add_value_head(self, seed: int) -> None:
         """After the weights were read: the checkpoint of a policy has no such head."""
         if not self.post_process:
