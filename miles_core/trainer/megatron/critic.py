@@ -26,8 +26,6 @@ _FOLDER = "critic"  # inside a checkpoint
 class ValueModel(PolicyModel):
     """The policy's decoder with a scalar head, fp32 [hidden], in place of the output layer."""
 
-    post_process: bool  # of GPTModel: whether this stage is the last one and has an output layer
-
     post_process: bool  # set by GPTModel
 
     def add_value_head(self, seed: int) -> None:
@@ -35,7 +33,8 @@ class ValueModel(PolicyModel):
         if not self.post_process:
             return
         if not self.geometry.tie_embeddings:  # a tied one is the embedding's copy, which stages keep equal
-            self.output_layer, self.post_process = None, False
+            self.output_layer = None
+            self.post_process = False
         generator = torch.Generator().manual_seed(seed)
         head = torch.empty(self.geometry.hidden_size).normal_(std=_HEAD_STD, generator=generator)
         self.value_head = torch.nn.Parameter(head.to(current_device()))
