@@ -1,6 +1,7 @@
 """`sort_digits`: "312=" asks for "123". A model with random weights learns it within minutes on a CPU."""
 
 import random
+from collections import Counter
 
 from pydantic import Field, ValidationError
 
@@ -55,8 +56,19 @@ class SortDigits:
         ]
 
     def score(self, prompt: Prompt, response: str) -> Score:
-        """Characters that stand at their place, divided by the longer of answer and response: "123" wants "123", "132"
-        scores 1/3, "12" 2/3, and "1234" 3/4."""
-        answer = response.strip()
-        hits = sum(found == wanted for found, wanted in zip(answer, prompt.label, strict=False))
-        return Score(hits / max(len(answer), len(prompt.label)), answer_found=bool(answer))
+        """Points of the response divided by n + 1, for an answer of n digits:
+
+        - for each digit among the first n characters half a point if the answer has it (as often as the answer has it),
+          and half a point if it stands at its place;
+        - one point for the length, less 1/n for each character too many or too few.
+
+        Where "123" is wanted it scores 1, "132" 3/4, "12" 2/3, "1234" 11/12, "123456" 3/4 and "" 0. Graded in this way
+        a random model gets signals from the start: to use digits, those of the prompt, in order, and to stop.
+        """
+        text, wanted = response.strip(), str(prompt.label)
+        n = len(wanted)
+        answer = text[:n]
+        occurring = (Counter(answer) & Counter(wanted)).total()
+        in_place = sum(found == digit for found, digit in zip(answer, wanted, strict=False))
+        length = max(0.0, 1 - abs(len(text) - n) / n)
+        return Score((occurring / 2 + in_place / 2 + length) / (n + 1), answer_found=bool(text))
