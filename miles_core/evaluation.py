@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class EvaluationReport:
 
 def evaluate(
     config: RunConfig, model_folder: Path, report_dir: Path, progress: Callable[[int, int, str], None]
-) -> dict:  # type: ignore[type-arg]
+) -> dict[str, Any]:
     """Writes evaluation.json and samples.jsonl into `report_dir` and returns the report as a dictionary.
 
     `model_folder` is a Hugging Face folder; the report depends on it, on the held-out prompts and on `config.evaluate`

@@ -1,5 +1,6 @@
 """`miles cache`: the artifacts in a store."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -20,7 +21,7 @@ def ls(store: Store = ".miles/store", endpoint_url: Endpoint = None, json: Json 
     """List artifacts: finished ones, and the rests of interrupted stages."""
     entries = sorted(ArtifactStore(store, endpoint_url).ls(), key=lambda e: e.created or "")
     if json:
-        print_json([entry.model_dump() for entry in entries])
+        print_json([asdict(entry) for entry in entries])
         return
     table = Table("kind", "key", "size", "files", "created", "state", box=None)
     for e in entries:

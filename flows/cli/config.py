@@ -1,5 +1,7 @@
 """`miles config`: what can be set, what a preset sets, and whether a configuration is sound."""
 
+from typing import Any
+
 import typer
 from rich.table import Table
 
@@ -47,7 +49,7 @@ def presets() -> None:
         out.print(name)
 
 
-def _flatten(values: dict, prefix: str = "") -> list[tuple[str, object]]:  # type: ignore[type-arg]
+def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = []
     for name, value in values.items():
         if isinstance(value, dict) and value:

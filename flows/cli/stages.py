@@ -1,6 +1,7 @@
 """One command a stage: `miles download`, `miles convert`, ... without Prefect, on the same store and with the same keys
 as `miles run`."""
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -25,7 +26,7 @@ def register(app: typer.Typer) -> None:
         app.command(name=stage, help=f"{_HELP[stage]} The stages before must be in the store.")(_command(stage))
 
 
-def _command(stage: Stage):  # type: ignore[no-untyped-def]
+def _command(stage: Stage) -> Callable[..., None]:
     def command(
         preset: Preset = None,
         config: ConfigFile = None,

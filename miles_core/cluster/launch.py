@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 from miles_core.cluster.session import local_ray
 from miles_core.observability.metrics import OnMetrics
@@ -39,13 +40,13 @@ def stop_training(spec: TrainSpec) -> bool:
     return running is not None and client.stop_job(running)
 
 
-def _client(spec: TrainSpec):  # type: ignore[no-untyped-def]  # its module is heavy: imported only for clusters
+def _client(spec: TrainSpec) -> Any:
     from ray.job_submission import JobSubmissionClient
 
     return JobSubmissionClient(spec.config.cluster.address)
 
 
-def _attempts(client, spec: TrainSpec) -> tuple[str | None, int]:  # type: ignore[no-untyped-def]
+def _attempts(client: Any, spec: TrainSpec) -> tuple[str | None, int]:
     """The attempt that still runs, if any, and the number of attempts so far."""
     prefix = f"miles-{spec.key}-a"
     mine = [job for job in client.list_jobs() if (job.submission_id or "").startswith(prefix)]

@@ -1,8 +1,10 @@
 """Connection to Ray: one of our own on this machine, or the cluster that a job runs in."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -37,7 +39,7 @@ def local_ray(cluster: ClusterConfig) -> Iterator[None]:
 @contextmanager
 def joined_ray() -> Iterator[None]:
     """The cluster that the present job was submitted to."""
-    ray.init(address="auto", namespace="miles", log_to_driver=True, logging_level="warning")
+    ray.init(address="auto", namespace="miles", log_to_driver=True, logging_level=logging.WARNING)
     try:
         yield
     finally:
@@ -53,7 +55,7 @@ def _start(cluster: ClusterConfig) -> None:
                 include_dashboard=False,
                 namespace="miles",
                 log_to_driver=False,
-                logging_level="error",
+                logging_level=logging.ERROR,
                 object_store_memory=cluster.object_store_bytes,
             )
             return
@@ -64,7 +66,7 @@ def _start(cluster: ClusterConfig) -> None:
                 raise
 
 
-def resolve(reference):  # type: ignore[no-untyped-def]  # Ray's references are generic in name only
+def resolve(reference: Any) -> Any:
     """`ray.get` that raises the actor's own exception, with the remote traceback as its cause."""
     try:
         return ray.get(reference)
