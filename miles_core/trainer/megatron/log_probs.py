@@ -1,7 +1,7 @@
 """Log-probs of response tokens from hidden states, without ever holding all logits.
 
-A vocabulary of 150 thousand times 32 thousand tokens would be 20 GB in fp32. So logits are made for `CHUNK` tokens at a
-time and made again in the backward pass.
+A vocabulary of 150 thousand times 32 thousand tokens would be 20 GB in fp32. So logits are made for a chunk of tokens
+at a time, and again in the backward pass.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 1024  # tokens
+LOGITS_AT_ONCE = 2**27  # 512 MiB in fp32
 
 
 def token_log_probs(
@@ -46,11 +46,12 @@ def token_log_probs(
             logits = logit_softcap * torch.tanh(logits / logit_softcap)
         return _VocabularyParallel.apply(logits / temperature, targets, vocab_size, with_entropy)
 
-    if len(targets) <= CHUNK:
+    chunk = max(LOGITS_AT_ONCE // len(output_weight), 1)
+    if len(targets) <= chunk:
         return rows(hidden, targets)
     parts = [
         checkpoint(rows, h, t, use_reentrant=False)
-        for h, t in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
+        for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
     ]
     log_probs, entropies = zip(*parts, strict=True)
     return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
