@@ -58,17 +58,16 @@ class SortDigits:
     def score(self, prompt: Prompt, response: str) -> Score:
         """Points of the response divided by n + 1, for an answer of n digits:
 
-        - for each digit among the first n characters half a point if the answer has it (as often as the answer has it),
-          and half a point if it stands at its place;
+        - for each digit half a point if it is in the response, as often as the answer has it, and half a point if it
+          stands at its place;
         - one point for the length, less 1/n for each character too many or too few.
 
         Where "123" is wanted it scores 1, "132" 3/4, "12" 2/3, "1234" 11/12, "123456" 3/4 and "" 0. Graded in this way
         a random model gets signals from the start: to use digits, those of the prompt, in order, and to stop.
         """
-        text, wanted = response.strip(), str(prompt.label)
+        answer, wanted = response.strip(), str(prompt.label)
         n = len(wanted)
-        answer = text[:n]
-        occurring = (Counter(answer) & Counter(wanted)).total()
+        present = (Counter(answer) & Counter(wanted)).total()
         in_place = sum(found == digit for found, digit in zip(answer, wanted, strict=False))
-        length = max(0.0, 1 - abs(len(text) - n) / n)
-        return Score((occurring / 2 + in_place / 2 + length) / (n + 1), answer_found=bool(text))
+        length = max(0.0, 1 - abs(len(answer) - n) / n)
+        return Score((present / 2 + in_place / 2 + length) / (n + 1), answer_found=bool(answer))

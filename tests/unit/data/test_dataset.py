@@ -78,7 +78,10 @@ def test_an_empty_file_is_a_fault(tmp_path: Path, content: tuple[bytes, ...]) ->
 
 
 def test_a_missing_file_is_a_fault(tmp_path: Path) -> None:
-    assert "is no file (data.prompts, data.eval_prompts, data.conversations)" in scan_prompts(tmp_path / "x.jsonl", data())[0][0]
+    assert (
+        "is no file (data.prompts, data.eval_prompts, data.conversations)"
+        in scan_prompts(tmp_path / "x.jsonl", data())[0][0]
+    )
 
 
 def test_rows_are_read_whole(tmp_path: Path) -> None:

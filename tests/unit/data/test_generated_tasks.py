@@ -92,15 +92,15 @@ def test_impossible_tasks_are_refused_with_the_option(config: dict[str, Any], fa
         ("123", "1", 0.5 + 0.5 + 1 / 3),
         ("123", "1234", 1.5 + 1.5 + 2 / 3),
         ("123", "123456", 1.5 + 1.5 + 0),
-        ("123", "123456789", 1.5 + 1.5 + 0),  # but never below what the digits earn
-        ("123", "xyz123", 0),  # and what comes after the answer's length earns nothing
+        ("123", "123456789", 1.5 + 1.5 + 0),
+        ("123", "xyz123", 1.5 + 0 + 0),
         ("123", "xyz", 1),
         ("122", "222", 1 + 1 + 1),  # a digit counts as often as the answer has it
         ("122", "111", 0.5 + 0.5 + 1),
         ("123", "", 0),
     ],
 )
-def test_sorted_digits_are_graded_by_occurrence_place_and_length(label: str, response: str, points: float) -> None:
+def test_sorted_digits_are_graded_by_presence_place_and_length(label: str, response: str, points: float) -> None:
     prompt = Prompt(0, "", np.zeros(0, np.int32), label)
     score = build_task(TaskConfig(name="sort_digits")).score(prompt, response)
     assert score.value == pytest.approx(points / 4)
