@@ -8,17 +8,27 @@ import torch.nn.functional as F
 from conversion.geometry import ModelGeometry
 
 Allocate = Callable[..., torch.Tensor]
-"""allocate(*shape) gives uninitialised storage in the engine's dtype and on its device."""
+"""allocate(*shape, dtype=...) gives uninitialised storage on the engine's device, by default in its dtype."""
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 """Hugging Face names with the views of a block's (fused) storage that hold these tensors."""
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool = False) -> torch.Tensor:
-    """x / rms(x) over the last dim, times weight or (Gemma) 1 + weight; weight may have more dims than that."""
-    wide = x.float()
-    normed = (wide * wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()).to(x.dtype)
-    return torch.addcmul(normed, normed, weight) if plus_one else normed.mul_(weight)
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) over the last dim, times weight or (Gemma) 1 + weight; the quotient in float32."""
+
+    def __init__(self, allocate: Allocate, *shape: int, eps: float, plus_one: bool = False) -> None:
+        """`shape` of the weight; dims before the last are heads."""
+        self.weight, self.plus_one = allocate(*shape), plus_one
+        # Tensors, since a Python number costs an operation three times its time.
+        self.scale = allocate(1, dtype=torch.float32).fill_(shape[-1] ** -0.5)
+        self.root_eps = allocate(1, dtype=torch.float32).fill_(eps**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, *shape]."""
+        rms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).mul_(self.scale)
+        normed = (x / rms.hypot_(self.root_eps)).to(x.dtype)
+        return torch.addcmul(normed, normed, self.weight) if self.plus_one else normed.mul_(self.weight)
 
 
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

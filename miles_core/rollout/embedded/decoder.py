@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conversion.families.family import HfNames
 from conversion.geometry import ModelGeometry
 from miles_core.rollout.embedded.attention import GroupedQueryAttention, LatentAttention
-from miles_core.rollout.embedded.blocks import Allocate, Mlp, NamedTensors, rms_norm
+from miles_core.rollout.embedded.blocks import Allocate, Mlp, NamedTensors, RmsNorm
 from miles_core.rollout.embedded.forward_pass import ForwardPass
 from miles_core.rollout.embedded.kv_cache import KVCache
 from miles_core.rollout.embedded.moe import MixtureOfExperts
@@ -24,17 +24,18 @@ class DecoderLayer:
         self.attention = attention(layer, allocate)
         self.moe = MixtureOfExperts(g, g.moe, allocate) if g.moe and g.is_moe(layer) else None
         self.mlp = None if self.moe else Mlp(g, g.ffn_hidden_size, allocate, bias=g.mlp_bias)
-        self.pre_attention_norm, self.pre_mlp_norm = allocate(g.hidden_size), allocate(g.hidden_size)
-        self.post_attention_norm = allocate(g.hidden_size) if g.sandwich_norms else None
-        self.post_mlp_norm = allocate(g.hidden_size) if g.sandwich_norms else None
-        self.names, self.norm = names, partial(rms_norm, eps=g.norm_eps, plus_one=g.norm_plus_one)
+        norm = partial(RmsNorm, allocate, g.hidden_size, eps=g.norm_eps, plus_one=g.norm_plus_one)
+        self.pre_attention_norm, self.pre_mlp_norm = norm(), norm()
+        self.post_attention_norm = norm() if g.sandwich_norms else None
+        self.post_mlp_norm = norm() if g.sandwich_norms else None
+        self.names = names
 
     def tensors(self, prefix: str) -> NamedTensors:
-        yield f"{prefix}.input_layernorm.weight", self.pre_attention_norm
-        yield f"{prefix}.{self.names.pre_mlp_norm}.weight", self.pre_mlp_norm
+        yield f"{prefix}.input_layernorm.weight", self.pre_attention_norm.weight
+        yield f"{prefix}.{self.names.pre_mlp_norm}.weight", self.pre_mlp_norm.weight
         if self.post_attention_norm is not None and self.post_mlp_norm is not None:
-            yield f"{prefix}.{self.names.post_attention_norm}.weight", self.post_attention_norm
-            yield f"{prefix}.{self.names.post_mlp_norm}.weight", self.post_mlp_norm
+            yield f"{prefix}.{self.names.post_attention_norm}.weight", self.post_attention_norm.weight
+            yield f"{prefix}.{self.names.post_mlp_norm}.weight", self.post_mlp_norm.weight
         yield from self.attention.tensors(f"{prefix}.self_attn")
         if self.moe is not None:
             yield from self.moe.tensors(f"{prefix}.{self.names.moe}", self.names)
@@ -43,15 +44,15 @@ class DecoderLayer:
 
     def forward(self, x: torch.Tensor, step: ForwardPass) -> torch.Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        out = self.attention.forward(self.norm(x, self.pre_attention_norm), step)
-        x = x + (out if self.post_attention_norm is None else self.norm(out, self.post_attention_norm))
-        normed = self.norm(x, self.pre_mlp_norm)
+        out = self.attention.forward(self.pre_attention_norm.forward(x), step)
+        x = x + (out if self.post_attention_norm is None else self.post_attention_norm.forward(out))
+        normed = self.pre_mlp_norm.forward(x)
         if self.moe is not None:
             out, experts = self.moe.forward(normed)
             step.routes.append(experts)
         elif self.mlp is not None:
             out = self.mlp.forward(normed)
-        return x.add_(out if self.post_mlp_norm is None else self.norm(out, self.post_mlp_norm))
+        return x.add_(out if self.post_mlp_norm is None else self.post_mlp_norm.forward(out))
 
 
 class Decoder:
@@ -62,7 +63,7 @@ class Decoder:
         self.geometry, self.dtype, self.device = g, dtype, device
         self.embedding = allocate(g.vocab_size, g.hidden_size)
         self.layers = [DecoderLayer(g, names, layer, allocate) for layer in range(g.num_layers)]
-        self.final_norm = allocate(g.hidden_size)
+        self.final_norm = RmsNorm(allocate, g.hidden_size, eps=g.norm_eps, plus_one=g.norm_plus_one)
         self.head = self.embedding if g.tie_embeddings else allocate(g.vocab_size, g.hidden_size)
         self.embedding_scale = torch.tensor(g.embedding_scale, dtype=dtype, device=device)
         self.moe_layers = [layer for layer in range(g.num_layers) if g.is_moe(layer)]
@@ -72,7 +73,7 @@ class Decoder:
         yield "model.embed_tokens.weight", self.embedding
         for i, layer in enumerate(self.layers):
             yield from layer.tensors(f"model.layers.{i}")
-        yield "model.norm.weight", self.final_norm
+        yield "model.norm.weight", self.final_norm.weight
         if not self.geometry.tie_embeddings:
             yield "lm_head.weight", self.head
 
@@ -81,7 +82,7 @@ class Decoder:
         x = F.embedding(token_ids, self.embedding) * self.embedding_scale
         for layer in self.layers:
             x = layer.forward(x, step)
-        return rms_norm(x, self.final_norm, self.geometry.norm_eps, self.geometry.norm_plus_one)
+        return self.final_norm.forward(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final hidden states [tokens, hidden] -> float32 [tokens, vocab]."""
@@ -109,7 +110,7 @@ class Decoder:
             num_columns=num_columns,
             num_heads=1 if mla else g.num_kv_heads,
             key_width=latent_width or g.head_dim,
-            value_width=None if mla else g.head_dim,
+            value_width=0 if mla else g.head_dim,
             dtype=self.dtype,
             device=self.device,
         )

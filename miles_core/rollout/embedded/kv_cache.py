@@ -1,10 +1,10 @@
-"""Keys and values of the sequences being decoded, one row each, all rows in one allocation a layer."""
+"""Keys and values of the sequences being decoded, one row each, all rows in one allocation."""
 
 import torch
 
 
 class KVCache:
-    """A row holds one sequence: column t has the key and value of its token t, whatever else is in the batch.
+    """A row holds one sequence: column t has the keys and values of its token t, whatever else is in the batch.
 
     Heads are laid out before columns, so that `read` gives batched matrix products their operands without a copy.
     """
@@ -17,31 +17,27 @@ class KVCache:
         num_columns: int,
         num_heads: int,
         key_width: int,
-        value_width: int | None,
+        value_width: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`value_width` None: the values are the first dims of the keys (MLA), and aren't stored."""
-
-        # Zeros, not whatever memory held: columns behind a row's end are read, and masking turns no NaN into 0.
-        def allocate(width: int) -> torch.Tensor:
-            return torch.zeros(num_layers, num_rows, num_heads, num_columns, width, dtype=dtype, device=device)
-
+        """`value_width` 0: the values are the first dims of the keys (MLA)."""
         self.num_rows, self.num_columns, self.num_heads = num_rows, num_columns, num_heads
-        self._stores = [allocate(width) for width in (key_width, value_width) if width is not None]
-        # views of each layer, made once: making one costs as much as a small operation
-        self._by_row = [[store[layer].flatten(0, 1) for store in self._stores] for layer in range(num_layers)]
-        self._by_token = [[rows.flatten(0, 1) for rows in layer] for layer in self._by_row]
+        self._key_width, self._value_width = key_width, value_width
+        # Zeros, not whatever memory held: columns behind a row's end are read, and masking turns no NaN into 0.
+        shape = (num_layers, num_rows, num_heads, num_columns, key_width + value_width)
+        self._store = torch.zeros(shape, dtype=dtype, device=device)
+        # Views made once, because making one costs as much as a small operation.
+        self._by_head = list(self._store.flatten(1, 2))
+        self._by_token = list(self._store.flatten(1, 3))
 
     def fill(self, layer: int, rows: slice, source: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Row `rows.start + i` gets prompt `source[i]` of keys and values [prompts, heads, columns, d]."""
-        for store, new in zip(self._stores, (keys, values), strict=False):
-            store[layer, rows, :, : new.shape[2]] = new[source]
+        self._store[layer, rows, :, : keys.shape[2]] = self._join(keys, values)[source]
 
     def append(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes one token a row, keys [rows, heads, d], to `slots` as `slots_of` gives them."""
-        for store, new in zip(self._by_token[layer], (keys, values), strict=False):
-            store.index_copy_(0, slots, new.flatten(0, 1))
+        """Writes one token a row, keys and values [rows, heads, d], to `slots` as `slots_of` gives them."""
+        self._by_token[layer].index_copy_(0, slots, self._join(keys, values).flatten(0, 1))
 
     def slots_of(self, columns: torch.Tensor) -> torch.Tensor:
         """Flat indices of column `columns[row]` of each row and head, int64 [rows * heads]."""
@@ -49,11 +45,13 @@ class KVCache:
         return heads * self.num_columns + columns.repeat_interleave(self.num_heads)
 
     def read(self, layer: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views [rows * heads, columns, d] of the first rows and columns; MLA takes its values from the keys."""
-        views = [store[: rows * self.num_heads, :columns] for store in self._by_row[layer]]
-        return views[0], views[-1]
+        """Keys and values of the first rows and columns, views [rows * heads, columns, d]."""
+        part = self._by_head[layer][: rows * self.num_heads, :columns]
+        return (part[..., : self._key_width], part[..., self._key_width :]) if self._value_width else (part, part)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor, columns: int) -> None:
         """Overwrites rows `targets` with rows `sources`, their first `columns` columns, in every layer."""
-        for store in self._stores:
-            store[:, targets, :, :columns] = store[:, sources, :, :columns]
+        self._store[:, targets, :, :columns] = self._store[:, sources, :, :columns]
+
+    def _join(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.cat((keys, values), dim=-1) if self._value_width else keys

@@ -26,16 +26,20 @@ class Router:
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [tokens, hidden] -> weights float32 [tokens, top_k] and experts int64 [tokens, top_k], best first."""
         logits = F.linear(x.float(), self.weight)
-        scores = logits.softmax(dim=-1) if self.moe.score == "softmax" else logits.sigmoid_()
-        choice = scores if self.bias is None else scores + self.bias
-        if self.moe.num_groups > 1:
-            choice = self._best_groups_only(choice)
-        weights, experts = choice.topk(self.moe.top_k, dim=-1)
-        if choice is not scores:
+        if self.moe.score == "softmax":
+            weights, experts = logits.topk(self.moe.top_k, dim=-1)
+            # divided by their sum, the softmax over all is the softmax over the chosen
+            weights = weights.softmax(dim=-1) if self.moe.norm_topk else logits.softmax(dim=-1).gather(1, experts)
+        else:
+            scores = logits.sigmoid_()
+            choice = scores if self.bias is None else scores + self.bias
+            if self.moe.num_groups > 1:
+                choice = self._best_groups_only(choice)
+            experts = choice.topk(self.moe.top_k, dim=-1).indices
             weights = scores.gather(1, experts)
-        if self.moe.norm_topk:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.mul_(self.moe.routed_scaling), experts
+            if self.moe.norm_topk:
+                weights = weights / weights.sum(dim=-1, keepdim=True)
+        return (weights if self.moe.routed_scaling == 1 else weights * self.moe.routed_scaling), experts
 
     def _best_groups_only(self, choice: torch.Tensor) -> torch.Tensor:
         """A group counts by its two best experts (https://arxiv.org/abs/2412.19437, section 2.1.2)."""

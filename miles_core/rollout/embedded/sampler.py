@@ -12,8 +12,7 @@ def uniform(seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
     Counter-based, so that a request's numbers depend on nothing but its seed: SplitMix64 (Steele, Lea, Flood:
     "Fast splittable pseudorandom number generators", 2014), its initial state being the mixed seed.
     """
-    with np.errstate(over="ignore"):
-        bits = _mix(_mix(seeds) + (steps + np.uint64(1)) * _GOLDEN)
+    bits = _mix(_mix(seeds) + (steps + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(11)) * 2.0**-53
 
 
