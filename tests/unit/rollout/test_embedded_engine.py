@@ -11,6 +11,7 @@ import pytest
 import torch
 from embedded_models import EOS, VOCAB, write_model
 
+from miles_core.rollout.embedded import moe
 from miles_core.rollout.embedded.decoder import Decoder
 from miles_core.rollout.embedded.engine import EmbeddedEngine
 from miles_core.rollout.engine import Completion, GenerateRequest, SamplingParams
@@ -96,6 +97,15 @@ def test_a_prompt_is_run_once_and_ended_rows_are_not_computed(engine: EmbeddedEn
     answers = engine.generate(group)
     assert [len(a.output_ids) for a in answers] == list(limits)
     assert fed == [6, 3, 1, 1]
+
+
+def test_experts_run_alike_for_many_tokens_and_for_few(
+    folder: Path, engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests([3, 20, 9], samples=2)
+    by_all_experts = engine.generate(asked)
+    monkeypatch.setattr(moe, "_CHEAP_WASTE", 0)
+    assert_same(EmbeddedEngine(folder).generate(asked), by_all_experts)
 
 
 def test_arrays_have_the_promised_lengths_and_types(engine: EmbeddedEngine) -> None:
