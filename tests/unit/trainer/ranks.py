@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tiny_models import checkpoint_folder, geometry_of
+from trainer_models import checkpoint_folder, geometry_of
 
 from conversion.geometry import ModelGeometry
 from miles_core.config.run import RunConfig

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import on_ranks, trainer_of, weight_digests
-from tiny_models import make_samples, run_config
+from trainer_models import make_samples, run_config
 
 from conversion.torch_dist_reader import TorchDistFolder
 from miles_core.trainer.megatron.trainer import MegatronTrainer

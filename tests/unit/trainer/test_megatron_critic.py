@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks, trainer_of
-from tiny_models import hf_folder, make_samples, run_config
+from trainer_models import hf_folder, make_samples, run_config
 from transformers import AutoModelForCausalLM
 
 from miles_core.config.run import RunConfig

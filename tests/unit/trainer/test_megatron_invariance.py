@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from ranks import on_ranks, trainer_of, weight_digests
-from tiny_models import folder_digests, make_samples, run_config
+from trainer_models import folder_digests, make_samples, run_config
 
 from miles_core.trainer.megatron.trainer import MegatronTrainer
 from miles_core.types import TrainSample

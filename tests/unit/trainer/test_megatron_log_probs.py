@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from ranks import on_ranks, trainer_of
-from tiny_models import run_config
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from trainer_models import run_config
 
 from miles_core.trainer.megatron import log_probs
 from miles_core.trainer.megatron.log_probs import token_log_probs

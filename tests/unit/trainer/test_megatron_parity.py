@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from ranks import trainer_of
-from tiny_models import MODELS, hf_folder, make_samples, run_config
 from torch.nn import functional as F
+from trainer_models import MODELS, hf_folder, make_samples, run_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from conversion.safetensors_io import SafetensorsFolder

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks, trainer_of
-from tiny_models import geometry_of, hf_folder, make_samples, run_config
 from torch import Tensor, nn
 from torch.nn import functional as F
+from trainer_models import geometry_of, hf_folder, make_samples, run_config
 from transformers import AutoModelForCausalLM
 
 from miles_core.trainer.megatron.trainer import MegatronTrainer

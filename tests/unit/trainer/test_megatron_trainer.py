@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import trainer_of, weight_digests
-from tiny_models import folder_digests, make_samples, run_config
+from trainer_models import folder_digests, make_samples, run_config
 
 _NAME, _COUNT = "glm4-moe-mtp", 6
 
