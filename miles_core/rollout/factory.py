@@ -14,4 +14,6 @@ def build_engine(config: RunConfig, folder: Path) -> RolloutEngine:
         return SglangEngine(folder, config.rollout.sglang)
     from miles_core.rollout.embedded.engine import EmbeddedEngine
 
-    return EmbeddedEngine(folder, max_batch_tokens=config.rollout.max_batch_tokens)
+    # In the trainer's own precision, whatever the folder's: the two then differ by rounding of the weights alone.
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[config.trainer.precision]
+    return EmbeddedEngine(folder, dtype=dtype, max_batch_tokens=config.rollout.max_batch_tokens)
