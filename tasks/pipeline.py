@@ -40,7 +40,7 @@ _BEFORE_UPLOAD = (
     Step("convert", CONVERT, {"model": "download"}),
     Step("quantize", QUANTIZE, {"model": "download"}),
     Step("train", TRAIN, {"model": "convert", "rollout_model": "quantize"}),
-    Step("export", EXPORT, {"training": "train", "reference": "download"}),
+    Step("export", EXPORT, {"training": "train", "model": "convert"}),
     Step("evaluate-initial", EVALUATE, {"model": "quantize"}),
     Step("evaluate-exported", EVALUATE, {"model": "export"}),
 )

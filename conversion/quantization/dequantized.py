@@ -1,6 +1,7 @@
 """A quantized checkpoint folder, read as if it had never been quantized."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class DequantizedFolder:
         """Names of the weights, in the order of files and offsets."""
         return tuple(self._specs)
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         return sum(spec.nbytes for spec in self._specs.values())
 
