@@ -47,10 +47,9 @@ class CheckpointConfig(Section):
 
 
 class TrainerConfig(Section):
-    """One optimizer step takes `global_batch_size` samples in micro-batches of `micro_batch_size`."""
+    """megatron-core, over NCCL on GPUs and gloo on CPUs. One optimizer step takes `global_batch_size` samples in
+    micro-batches of `micro_batch_size`."""
 
-    backend: Literal["megatron"] = "megatron"
-    """megatron: megatron-core, over gloo on CPUs and NCCL on GPUs."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Of weights and activations; master weights and log-probs are fp32."""
     num_ranks: int = Field(1, ge=1)
