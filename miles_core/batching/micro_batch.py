@@ -102,33 +102,31 @@ def build_micro_batch(
                 f"sample {sample.index} has no prompt token: nothing scores its first response token; "
                 "give every prompt at least one token"
             )
-    lengths = [len(s.tokens) for s in samples]
+    lengths = np.array([len(s.tokens) for s in samples], dtype=np.int64)
+    responses = np.array([s.response_length for s in samples], dtype=np.int64)
+    number, position = _number_and_position(lengths)
     if packing:
         rows, length = 1, _round_up(plan.total_length, length_multiple)
-        starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[:-1]
-        index = [(np.zeros(n, dtype=np.int64), start + np.arange(n)) for n, start in zip(lengths, starts, strict=True)]
+        row, column = np.zeros_like(number), np.arange(len(number))
     else:
         rows, length = plan.rows, _round_up(plan.row_length, length_multiple)
-        index = [(np.full(n, row, dtype=np.int64), np.arange(n)) for row, n in enumerate(lengths)]
-
-    tokens = np.zeros((rows, length), dtype=np.int64)
-    fed_rows, logit_positions = [], []
-    for sample, (row, column) in zip(samples, index, strict=True):
-        tokens[row, column] = sample.tokens
-        flat = column * rows + row
-        fed_rows.append(flat[:-1])
-        first = len(sample.tokens) - sample.response_length
-        logit_positions.append(flat[first - 1 : len(flat) - 1])
+        row, column = number, position
+    flat = column * rows + row
+    sample_tokens = _join([s.tokens for s in samples], np.int64)
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    tokens[torch.from_numpy(row), torch.from_numpy(column)] = sample_tokens
+    is_last = position == lengths[number] - 1
+    is_response = position >= (lengths - responses)[number]
 
     return MicroBatch(
         samples=plan.samples,
-        response_lengths=tuple(s.response_length for s in samples),
-        tokens=torch.from_numpy(tokens),
+        response_lengths=tuple(responses.tolist()),
+        tokens=tokens,
         packed=_packed_layout(lengths, length) if packing else None,
-        fed_rows=_join(fed_rows, np.int64),
-        logit_positions=_join(logit_positions, np.int64),
-        targets=_join([s.tokens[len(s.tokens) - s.response_length :] for s in samples], np.int64),
-        sequence_ids=_join([np.full(s.response_length, i) for i, s in enumerate(samples)], np.int64),
+        fed_rows=torch.from_numpy(flat[~is_last]),
+        logit_positions=torch.from_numpy(flat[np.flatnonzero(is_response) - 1]),
+        targets=sample_tokens[torch.from_numpy(is_response)],
+        sequence_ids=torch.from_numpy(number[is_response]),
         loss_mask=_join([s.loss_mask for s in samples], np.bool_),
         loss_weights=_join([s.loss_weights for s in samples], np.float32),
         advantages=_join([s.advantages for s in samples], np.float32),
@@ -146,19 +144,23 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _packed_layout(lengths: Sequence[int], total: int) -> PackedLayout:
-    padding = total - sum(lengths)
-    lengths = [*lengths, padding] if padding else list(lengths)
-    longest = max(lengths)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    places = np.empty(total, dtype=np.int64)
-    for i, (start, n) in enumerate(zip(offsets, lengths, strict=False)):
-        places[start : start + n] = i * longest + np.arange(n)
+def _number_and_position(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For sequences laid end to end: which sequence each token belongs to, and where in it. int64 [sum of lengths]."""
+    number = np.repeat(np.arange(len(lengths)), lengths)
+    starts = np.cumsum(lengths) - lengths
+    return number, np.arange(len(number)) - starts[number]
+
+
+def _packed_layout(lengths: np.ndarray, total: int) -> PackedLayout:
+    if padding := total - int(lengths.sum()):
+        lengths = np.append(lengths, padding)
+    number, position = _number_and_position(lengths)
+    longest = int(lengths.max())
     return PackedLayout(
         count=len(lengths),
         longest=longest,
-        offsets=torch.from_numpy(offsets.astype(np.int32)),
-        places=torch.from_numpy(places),
+        offsets=torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32)),
+        places=torch.from_numpy(number * longest + position),
     )
 
 

@@ -29,6 +29,9 @@ _REFERENCE = "reference"
 
 def load_weights(model: PolicyModel, folder: Path) -> None:
     """Reads every tensor of the model. A missing one, or one of another shape, is an error."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()  # rows that pad the vocabulary are in no checkpoint, and memory may hold NaN
     state = {"model": _model_state(model)}
     model.load_state_dict(dist_checkpointing.load(state, str(folder))["model"])
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -45,6 +46,7 @@ class ModelOptimizer:
             )
         for group in self.megatron.param_groups:
             group["fused"] = True  # one call for all parameters; megatron-core has no option for it
+        self._start_state()
         self.steps = 0  # applied so far
 
     def learning_rate(self) -> float:
@@ -74,11 +76,19 @@ class ModelOptimizer:
             grads = [p.grad for group in self.megatron.param_groups for p in group["params"] if p.grad is not None]
             torch._foreach_mul_(grads, limit / (grad_norm + 1e-6))
 
-    def load_state_dict(self, state: dict, steps: int) -> None:
+    def load_state_dict(self, state: dict[str, Any], steps: int) -> None:
         """Takes over what a checkpoint holds."""
-        self.megatron.load_state_dict(state)
         self.steps = steps
-        # megatron-core stores Adam's step once, from rank 0, whose stage may have none of a group's parameters.
+        # megatron-core stores Adam's step from rank 0 alone, whose pipeline stage may have none of a group's tensors.
+        parts = [state] if "state" in state or "optimizer" in state else list(state.values())
+        for part in parts:
+            part.get("optimizer", part)["state"]["common_step"] = torch.tensor(float(steps))
+        self.megatron.load_state_dict(state)
+
+    def _start_state(self) -> None:
+        """Zero moments at once, so that a checkpoint before the first step has them, and memory is taken at start."""
         for optimizer in self.megatron.chained_optimizers:
-            for parameter_state in optimizer.state.values():
-                parameter_state["step"] = torch.tensor(float(steps), device=parameter_state["exp_avg"].device)
+            if not optimizer.is_stub_optimizer:
+                optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+                for parameter_state in optimizer.state.values():
+                    parameter_state["step"] = torch.zeros([], device=parameter_state["exp_avg"].device)

@@ -74,6 +74,17 @@ def test_another_layout_goes_on(tmp_path: Path, saved_at: dict[str, int], loaded
             assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
 
 
+def test_a_checkpoint_before_the_first_step_loads(tmp_path: Path) -> None:
+    config, samples = run_config(_NAME, samples=_COUNT, trainer=_TRAINER), make_samples(_NAME, _COUNT)
+    with trainer_of(_NAME, config) as trainer:
+        trainer.save(tmp_path)
+        expected = trainer.train_step(samples), weight_digests(trainer)
+    with trainer_of(_NAME, config) as trainer:
+        trainer.train_step(samples)
+        trainer.load(tmp_path)
+        assert (trainer.train_step(samples), weight_digests(trainer)) == expected
+
+
 def test_the_converter_reads_what_training_saves(tmp_path: Path) -> None:
     """Export works from the trainer's own folder: same names, same values."""
     with trainer_of(_NAME, run_config(_NAME, samples=_COUNT)) as trainer:
