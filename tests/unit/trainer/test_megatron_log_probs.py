@@ -41,6 +41,7 @@ def _expected(softcap: float | None) -> list[Tensor]:
     distribution = torch.log_softmax(logits / _TEMPERATURE, -1)
     found = distribution.gather(-1, targets), -(distribution.exp() * distribution).sum(-1)
     _loss(*found).backward()
+    assert hidden.grad is not None and weight.grad is not None
     return [*(x.detach() for x in found), hidden.grad, weight.grad]
 
 
@@ -58,6 +59,7 @@ def _found(weight_rows: slice, softcap: float | None = None) -> list[Tensor]:
     )
     assert entropy is not None
     _loss(values, entropy).backward()
+    assert hidden.grad is not None and weight.grad is not None
     return [values.detach(), entropy.detach(), hidden.grad, weight.grad]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import on_ranks, trainer_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from trainer_models import geometry_of, hf_folder, make_samples, run_config
 from transformers import AutoModelForCausalLM
@@ -77,10 +77,10 @@ def test_replaying_own_routes_is_bit_equal_on_two_ranks(
         _check_bit_equal(one, other)
 
 
-def _force_routes(model: nn.Module, routes: Tensor) -> None:
+def _force_routes(model: Any, routes: Tensor) -> None:
     """Makes a transformers GLM take `routes` [T, layers, 2], with gate weights from its own scores."""
 
-    def forced(gate: nn.Module, chosen: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    def forced(gate: Any, chosen: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
         def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits = F.linear(hidden.view(-1, hidden.shape[-1]), gate.weight)
             weights = logits.sigmoid().gather(1, chosen)
