@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STATE := .miles
 
 # Everything a demo leaves behind lies in $(STATE); the tests keep to folders of their own.
@@ -16,10 +17,12 @@ export OMP_NUM_THREADS ?= 1
 
 setup: $(READY)
 
+# torch with what it needs on this machine (CUDA libraries or none); all else exactly as locked, nothing to resolve.
 $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(PIP) $$(grep '^torch==' requirements.lock)
+	$(PIP) --no-deps -r requirements.lock
+	$(PIP) --no-deps --editable .
 	touch $@
 
 demo: $(READY)  ## the whole pipeline on the tiny preset

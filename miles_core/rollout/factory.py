@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from miles_core.config.run import RunConfig
+from miles_core.device import device_type
 from miles_core.rollout.engine import RolloutEngine
 
 
@@ -16,4 +17,4 @@ def build_engine(config: RunConfig, folder: Path) -> RolloutEngine:
 
     # In the trainer's own precision, whatever the folder's: the two then differ by rounding of the weights alone.
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[config.trainer.precision]
-    return EmbeddedEngine(folder, dtype=dtype, max_batch_tokens=config.rollout.max_batch_tokens)
+    return EmbeddedEngine(folder, device=device_type(), dtype=dtype, max_batch_tokens=config.rollout.max_batch_tokens)
