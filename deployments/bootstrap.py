@@ -34,14 +34,20 @@ _HEARTBEATS_MISSED = 4
 def main(arguments: list[str] | None = None) -> None:
     """Sets the server up, on which the environment or Prefect's profile points."""
     config = config_of_command_line("deployments.bootstrap", "Set a Prefect server up to run the flow.", arguments)
-    with get_client(sync_client=True) as client:
-        _ensure_work_pool(client)
-        _ensure_training_limit(client)
-    _ensure_dead_runs_are_noticed()
+    ensure_server_objects()
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(read_definitions(config), file)
         file.flush()
         _prefect("--no-prompt", "deploy", "--all", "--prefect-file", file.name)
+
+
+def ensure_server_objects() -> None:
+    """Creates the pool, the limit and the automation, where they are not there yet."""
+    with get_client(sync_client=True) as client:
+        _ensure_work_pool(client)
+        _ensure_training_limit(client)
+        if not client.read_automations_by_name(DEAD_RUNS):
+            _notice_dead_runs()
 
 
 def _ensure_work_pool(client: SyncPrefectClient) -> None:
@@ -60,11 +66,8 @@ def _ensure_training_limit(client: SyncPrefectClient) -> None:
         client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name=TRAINING_LIMIT, limit=1))
 
 
-def _ensure_dead_runs_are_noticed() -> None:
+def _notice_dead_runs() -> None:
     """A run whose process was killed says nothing any more: without this it would stay Running for ever."""
-    with get_client(sync_client=True) as client:
-        if client.read_automations_by_name(DEAD_RUNS):
-            return
     ends = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed", "Paused")}
     heartbeat = "prefect.flow-run.heartbeat"
     silence = int(DEFAULTS["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) * _HEARTBEATS_MISSED

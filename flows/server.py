@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from pathlib import Path
 
 _START_SECONDS = 180  # the first start creates the database
 
@@ -29,6 +30,7 @@ class TemporaryServer:
 
     process: subprocess.Popen[bytes]
     url: str
+    log: Path  # what the server has to say, which is of no interest while it works
 
     def wait(self) -> None:
         """Returns when the server answers.
@@ -39,13 +41,17 @@ class TemporaryServer:
         deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise ServerError(f"the temporary Prefect server ended with exit code {self.process.returncode}")
+                raise ServerError(
+                    f"the temporary Prefect server ended with exit code {self.process.returncode}: see {self.log}"
+                )
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=_START_SECONDS):
                     return
             except urllib.error.URLError:  # not listening yet
                 time.sleep(0.05)
-        raise ServerError(f"the temporary Prefect server at {self.url} did not answer within {_START_SECONDS} s")
+        raise ServerError(
+            f"the temporary Prefect server at {self.url} did not answer within {_START_SECONDS} s: see {self.log}"
+        )
 
     def stop(self) -> None:
         """Ends the server before its time."""
@@ -64,10 +70,15 @@ def start() -> TemporaryServer | None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # A session of its own: Ctrl-C is for the flow, which still has to tell the server what became of it.
+    log = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect") / "temporary-server.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "flows.server", str(port)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    return TemporaryServer(process, f"http://127.0.0.1:{port}/api")
+    with log.open("w") as output:
+        # A session of its own: Ctrl-C is for the flow, which still has to tell the server what became of it.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return TemporaryServer(process, f"http://127.0.0.1:{port}/api", log)
 
 
 def serve(port: int) -> None:
