@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from miles_core.batching.micro_batch import MicroBatch
+from miles_core.trainer.megatron.dispatch import use_indexed_dispatch
 from miles_core.trainer.megatron.layer_spec import decoder_spec, mtp_spec
 from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig
 from miles_core.trainer.megatron.packing import packed_sequences
@@ -50,6 +51,7 @@ class PolicyModel(GPTModel):
         if self.mtp_process:
             self.mtp.requires_grad_(False)
         _mark_split_weights(self)
+        use_indexed_dispatch(self)
 
     def run(self, micro_batch: MicroBatch) -> Tensor:
         """Hidden states [S, B, hidden] of the decoder's last layer of this stage, final norm included on the last one.
