@@ -28,8 +28,10 @@ $(READY): requirements.lock pyproject.toml
 demo: $(READY)  ## the whole pipeline on the tiny preset
 	$(BIN)/miles run --preset tiny
 
+# Whole runs first and alone: each starts a Prefect server and Ray beside it.
 test: $(READY) lint types  ## style, types and the quick suite
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/pipeline
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/architecture
 
 test-slow: $(READY)  ## what `make test` leaves out and needs no GPU
 	$(BIN)/python -m pytest -m "(slow or chaos) and not gpu"
