@@ -39,11 +39,11 @@ LEAST_GAIN, LEAST_EXPLAINED = 0.2, 0.5
 SECTION = """\
 ## Each on the same task
 
-The preset `tiny`, a mixture of experts with random weights, learns to sort three digits, {rollouts} rollouts each. Made by
-`python benchmarks/algorithms.py STORE`, which ends with an error where one of these does not hold: every reward rises by
-0.2 at least, PPO's critic explains more than half of the variance of the returns, the loss of supervised fine-tuning falls
-to under a tenth, and distillation brings the KL between student and teacher to under a fifth. The teacher is the model that
-GRPO gave. Values are means of the first and of the last {window} rollouts.
+The preset `tiny`, a mixture of experts with random weights, learns to sort three digits, {rollouts} rollouts each.
+Made by `python benchmarks/algorithms.py STORE`, which ends with an error where one of these does not hold: every
+reward rises by 0.2 at least, PPO's critic explains more than half of the variance of the returns, the loss of
+supervised fine-tuning falls to under a tenth, and distillation brings the KL between student and teacher to under a
+fifth. The teacher is the model that GRPO gave. Values are means of the first and of the last {window} rollouts.
 
 ![Reward, loss and explained variance by rollout](figures/algorithms.svg)
 
