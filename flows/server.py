@@ -6,16 +6,18 @@ imported; both take seconds. `start` begins at once, so that server and client i
 
 import gc
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import uvicorn
 
 _START_SECONDS = 180  # the first start creates the database
 
@@ -47,15 +49,16 @@ class TemporaryServer:
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=_START_SECONDS):
                     return
-            except urllib.error.URLError:  # not listening yet
+            except OSError:  # not listening yet, or not yet answering
                 time.sleep(0.05)
         raise ServerError(
             f"the temporary Prefect server at {self.url} did not answer within {_START_SECONDS} s: see {self.log}"
         )
 
     def stop(self) -> None:
-        """Ends the server before its time."""
-        self.process.terminate()
+        """Ends the server before its time, but not before it has started."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         self.process.wait()
 
 
@@ -83,19 +86,21 @@ def start() -> TemporaryServer | None:
 
 def serve(port: int) -> None:
     """`python -m flows.server PORT`: serves Prefect on the loopback interface until standard input closes."""
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
     gc.disable()  # while importing hardly anything becomes garbage, and looking for it costs a second
     import uvicorn
     from prefect.server.api.server import create_app
 
-    app = create_app(final=True)
+    server = uvicorn.Server(uvicorn.Config(create_app(), host="127.0.0.1", port=port, log_level="error", lifespan="on"))
     gc.enable()
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", lifespan="on")
+    threading.Thread(target=_end_with_stdin, args=(server,), daemon=True).start()
+    server.run()
 
 
-def _end_with_stdin() -> None:
+def _end_with_stdin(server: "uvicorn.Server") -> None:
     sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGTERM)
+    while not server.started:  # it may be creating its database, of which there must not remain a half
+        time.sleep(0.05)
+    server.should_exit = True
 
 
 if __name__ == "__main__":
