@@ -86,11 +86,12 @@ def start() -> TemporaryServer | None:
 
 def serve(port: int) -> None:
     """`python -m flows.server PORT`: serves Prefect on the loopback interface until standard input closes."""
-    gc.disable()  # while importing hardly anything becomes garbage, and looking for it costs a second
+    gc.disable()  # while importing hardly anything becomes garbage, and looking for it costs seconds
     import uvicorn
     from prefect.server.api.server import create_app
 
     server = uvicorn.Server(uvicorn.Config(create_app(), host="127.0.0.1", port=port, log_level="error", lifespan="on"))
+    gc.freeze()
     gc.enable()
     threading.Thread(target=_end_with_stdin, args=(server,), daemon=True).start()
     server.run()
