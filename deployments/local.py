@@ -29,7 +29,6 @@ def served(definition: dict[str, Any]) -> RunnerDeployment:
         tags=definition["tags"],
         parameters=definition["parameters"],
         schedules=[CronSchedule(cron=s["cron"], timezone=s["timezone"]) for s in definition.get("schedules", ())],
-        job_variables=definition["work_pool"]["job_variables"],
         concurrency_limit=ConcurrencyLimitConfig(**limit) if limit else None,
     )
     return cast(RunnerDeployment, deployment)  # typed for callers in an event loop too

@@ -98,10 +98,15 @@ def test_deployed_run_completes(
     assert lineage[0].count("| cached |") == 8
 
 
+@pytest.mark.usefixtures("prefect_api")
 def test_serving_from_one_process_takes_the_same_definitions() -> None:
+    from prefect import get_client
+
     config = load_config("tiny", None, ())
-    manual, nightly = (served(definition) for definition in read_definitions(config)["deployments"])
-    assert (manual.name, nightly.name) == DEPLOYMENTS
+    for definition in read_definitions(config)["deployments"]:
+        served({**definition, "name": f"{definition['name']}-served"}).apply()
+    with get_client(sync_client=True) as client:
+        manual, nightly = (client.read_deployment_by_name(f"miles/{name}-served") for name in DEPLOYMENTS)
     assert manual.parameters == nightly.parameters == {"config": config.model_dump(mode="json")}
-    assert [schedule.model_dump()["schedule"]["cron"] for schedule in nightly.schedules or ()] == ["0 2 * * *"]
-    assert nightly.concurrency_limit == 1
+    assert manual.work_pool_name is nightly.work_pool_name is None
+    assert [schedule.model_dump()["schedule"]["cron"] for schedule in nightly.schedules] == ["0 2 * * *"]
