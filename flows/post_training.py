@@ -38,4 +38,4 @@ def miles(config: RunConfig, refresh: tuple[Stage, ...] = (), from_stage: Stage 
     store = ArtifactStore(config.store.uri, config.store.endpoint_url)
     initial, exported = (store.manifest(done[name].ref).account for name in ("evaluate-initial", "evaluate-exported"))
     publish_scores(config.name, initial, exported)
-    return summarize(config, done, ui=f"{get_current_settings().ui_url}/runs/flow-run/{flow_run.id}")
+    return summarize(config, done, ui=f"{get_current_settings().ui_url or ''}/runs/flow-run/{flow_run.id}")

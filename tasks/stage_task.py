@@ -59,7 +59,8 @@ def step_task(step: Step) -> Task[..., State[StageOutcome]]:
 
 def _slot(job: StageJob, reuse: Reuse) -> AbstractContextManager[None]:
     """A slot of the limit on trainings, if the server has one and there is something to train."""
-    if job.spec.stage != "train" or (reuse != "never" and job.find() is not None):
+    will_train = job.spec.stage == "train" and reuse != "required" and (reuse == "never" or job.find() is None)
+    if not will_train:
         return nullcontext()
     with get_client(sync_client=True) as client:
         try:
