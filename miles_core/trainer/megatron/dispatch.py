@@ -21,10 +21,13 @@ class IndexedDispatcher(MoEAllGatherTokenDispatcher):
         each expert has, their gate weights [m]."""
         assert self.routing_map is not None
         first, experts = self.local_expert_indices[0], self.num_local_experts
-        self.local_probs = probs[:, first : first + experts]
+        local_probs = probs[:, first : first + experts]
+        # The parent reads the dtype. Detached: the graph leads to Megatron's hooks and so to the whole model, a cycle
+        # that would keep a closed trainer, its process groups and their threads for good.
+        self.local_probs = local_probs.detach()
         chosen = self.routing_map[:, first : first + experts].T.contiguous()
         expert, token = chosen.nonzero(as_tuple=True)
-        weights = self.local_probs.flatten().index_select(0, token * experts + expert)
+        weights = local_probs.flatten().index_select(0, token * experts + expert)
         self._token, self._num_tokens = token, len(hidden_states)
         self.routing_map = None
         return hidden_states.index_select(0, token), chosen.sum(1), weights

@@ -1,6 +1,5 @@
 """Process groups of the trainer, and the place of this rank among them."""
 
-import gc
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -39,7 +38,6 @@ def join(config: TrainerConfig, *, rank: int, world_size: int, init_method: str,
     if world_size != config.num_ranks:
         raise ValueError(f"started as {world_size} ranks, trainer.num_ranks is {config.num_ranks}: they must be equal")
     use_local_device(rank)
-    gc.collect()  # groups of a trainer that was closed in this process keep threads until they are collected
     dist.init_process_group(
         collective_backend(), init_method=init_method, rank=rank, world_size=world_size, timeout=_TIMEOUT
     )
