@@ -5,23 +5,27 @@ from collections.abc import Mapping, Sequence
 
 from miles_core.weight_sync.bucket import WeightBucket, WeightSyncError
 
-Form = tuple[tuple[int, ...], str]  # shape, dtype
+Form = tuple[str, tuple[int, ...]]  # dtype, shape
 
 
 def check_complete(buckets: Sequence[WeightBucket], held: Mapping[str, Form]) -> None:
-    """Raises WeightSyncError naming tensors that are missing, unknown, sent twice, or of another shape or dtype."""
+    """Checks a push against the tensors that an engine holds, before any of them is touched.
+
+    Raises:
+        WeightSyncError: a tensor is missing, unknown, given twice or of another shape or dtype; names them all.
+    """
     sent = [spec for bucket in buckets for spec in bucket.specs]
-    counts = Counter(spec.name for spec in sent)
+    given = Counter(spec.name for spec in sent)
     faults = {
-        "missing": sorted(held.keys() - counts.keys()),
-        "unknown": sorted(counts.keys() - held.keys()),
-        "sent twice": sorted(name for name, count in counts.items() if count > 1),
-        "of another shape or dtype": sorted(
-            f"{spec.name} (sent {spec.dtype} {list(spec.shape)}, held {held[spec.name][1]} {list(held[spec.name][0])})"
+        "missing": sorted(held.keys() - given.keys()),
+        "unknown to the engine": sorted(given.keys() - held.keys()),
+        "given more than once": sorted(name for name, count in given.items() if count > 1),
+        "of another dtype or shape": [
+            f"{spec.name} ({spec.dtype} {spec.shape}, must be {' '.join(map(str, held[spec.name]))})"
             for spec in sent
-            if spec.name in held and (spec.shape, spec.dtype) != held[spec.name]
-        ),
+            if spec.name in held and (spec.dtype, tuple(spec.shape)) != held[spec.name]
+        ],
     }
-    listed = "; ".join(f"{len(names)} {what}: {', '.join(names[:5])}" for what, names in faults.items() if names)
-    if listed:
-        raise WeightSyncError(f"push of {len(sent)} tensors to an engine that holds {len(held)}: {listed}")
+    if any(faults.values()):
+        listed = "; ".join(f"{len(names)} {what}: {', '.join(names)}" for what, names in faults.items() if names)
+        raise WeightSyncError(f"push refused, the engine keeps the weights it has; tensors {listed}")

@@ -1,6 +1,5 @@
 """The weights of an engine by Hugging Face name: loading, replacing, proving."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -10,7 +9,8 @@ from conversion.geometry import ModelGeometry
 from conversion.mapping import check_complete
 from conversion.quantization.codec import Codec
 from conversion.safetensors_io import CheckpointError, SafetensorsFolder
-from miles_core.weight_sync.bucket import WeightBucket, WeightSyncError, tensor_digest
+from miles_core.weight_sync.bucket import WeightBucket, tensor_digest
+from miles_core.weight_sync.completeness import check_complete as check_complete_push
 
 
 class EngineWeights:
@@ -52,21 +52,7 @@ class EngineWeights:
         Raises:
             WeightSyncError: a tensor is missing, unknown, given twice or of another shape or dtype; names them all.
         """
-        sent = [spec for bucket in buckets for spec in bucket.specs]
-        given = Counter(spec.name for spec in sent)
-        faults = {
-            "missing": sorted(self._specs.keys() - given.keys()),
-            "unknown to the engine": sorted(given.keys() - self._specs.keys()),
-            "given more than once": sorted(name for name, count in given.items() if count > 1),
-            "of another dtype or shape": [
-                f"{spec.name} ({spec.dtype} {spec.shape}, must be {' '.join(map(str, self._specs[spec.name]))})"
-                for spec in sent
-                if spec.name in self._specs and (spec.dtype, tuple(spec.shape)) != self._specs[spec.name]
-            ],
-        }
-        if any(faults.values()):
-            listed = "; ".join(f"{len(names)} {what}: {', '.join(names)}" for what, names in faults.items() if names)
-            raise WeightSyncError(f"push refused, the engine keeps the weights it has; tensors {listed}")
+        check_complete_push(buckets, self._specs)
         tensors = dict(named for bucket in buckets for named in bucket.tensors())
         self._fill(tensors.__getitem__)
 

@@ -30,7 +30,7 @@ class SglangEngine:
         self._settings = settings
         self._layers = geometry.num_layers
         self._top_k = geometry.moe.top_k if geometry.moe else None
-        self._held = {name: (spec.shape, spec.dtype) for name, spec in read_headers(folder).items()}
+        self._held = {name: (spec.dtype, spec.shape) for name, spec in read_headers(folder).items()}
         self._pushed: tuple[Sequence[WeightBucket], int] | None = None
         self._digests: dict[str, str] = {}
         args: dict[str, Any] = {"skip_server_warmup": True, "weight_version": "0", **settings.server_args}

@@ -126,6 +126,8 @@ def test_an_incomplete_push_reaches_no_server(start, model) -> None:
     lost, (name, tensor) = "model.norm.weight", tensors.popitem()
     renamed = {**{n: t for n, t in tensors.items() if n != lost}, name: tensor, "model.norm.wait": tensors[lost]}
     engine = start()
-    with pytest.raises(WeightSyncError, match=r"1 missing: model\.norm\.weight; 1 unknown: model\.norm\.wait"):
+    with pytest.raises(
+        WeightSyncError, match=r"1 missing: model\.norm\.weight; 1 unknown to the engine: model\.norm\.wait"
+    ):
         engine.update_weights(list(bucketize(renamed.items(), 2**20)), 1)
     assert engine.weight_version() == 0
