@@ -85,7 +85,7 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
     from miles_core.cluster.rollout_group import RolloutGroup
     from miles_core.cluster.teacher_process import TeacherGroup
     from miles_core.cluster.train_group import TrainGroup
-    from miles_core.controller import BUCKET_BYTES, Controller
+    from miles_core.controller import Controller
     from miles_core.data.tokenization import load_tokenizer
     from miles_core.rollout.collectors import build_collector, load_training_data
 
@@ -134,7 +134,7 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
             sinks=sinks,
             teacher=teacher,
         ).run()
-        _, digests = trainer.weight_buckets(frozenset(), BUCKET_BYTES)
+        digests = trainer.weight_digests()
     (work / WEIGHTS_FILE).write_text(json.dumps(digests, indent=0, sort_keys=True))
     return final, {"data": data.account, "resumed_from_rollout": first}
 

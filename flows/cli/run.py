@@ -24,8 +24,7 @@ def run(
     first = _stage(from_stage) if from_stage else None
     loaded = checked_config(preset, config, set_)
 
-    # Only now: a server that is stopped while it creates its database would leave half of one.
-    server = start()
+    server = start()  # before the heavy imports, so that the two go on side by side
     from flows.direct import run_here
     from tasks.progress import show_progress
 

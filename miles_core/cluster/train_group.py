@@ -1,6 +1,5 @@
 """The trainer's ranks as Ray actors, behind the Trainer protocol."""
 
-import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -67,8 +66,13 @@ class TrainRank:
             return None
         return [ray.put(bucket) for bucket in bucketize(noted(), bucket_bytes)], digests
 
-    def process_id(self) -> int:
-        return os.getpid()
+    def weight_digests(self) -> dict[str, str] | None:
+        """Rank 0: the digest of each tensor as it is trained."""
+        if self._rank != 0:
+            for _ in self._trainer.named_weights():
+                pass
+            return None
+        return {name: tensor_digest(tensor) for name, tensor in self._trainer.named_weights()}
 
 
 class TrainGroup:
@@ -98,6 +102,10 @@ class TrainGroup:
     def weight_buckets(self, quantized: frozenset[str], bucket_bytes: int) -> tuple[list[Any], dict[str, str]]:
         """References to weight buckets in the object store, and the digest of each tensor in them."""
         return resolve([rank.weight_buckets.remote(quantized, bucket_bytes) for rank in self._ranks])[0]
+
+    def weight_digests(self) -> dict[str, str]:
+        """Digest of each tensor as it is trained, by Hugging Face name."""
+        return resolve([rank.weight_digests.remote() for rank in self._ranks])[0]
 
     def refresh_reference(self) -> None:
         self._all("refresh_reference")
