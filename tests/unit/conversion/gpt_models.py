@@ -31,7 +31,7 @@ class _NoAttention(torch.nn.Module):
         super().__init__()
 
 
-def gpt_model(g: ModelGeometry, mtp_num_layers: int) -> GPTModel:
+def gpt_model(g: ModelGeometry, mtp_num_layers: int, core_attention: type[torch.nn.Module] = _NoAttention) -> GPTModel:
     """The part of this rank, by the process groups now in place; fp32."""
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     tensor_size = parallel_state.get_tensor_model_parallel_world_size()
@@ -46,7 +46,7 @@ def gpt_model(g: ModelGeometry, mtp_num_layers: int) -> GPTModel:
     )
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = _NoAttention
+        layer.submodules.self_attention.submodules.core_attention = core_attention
     has_mtp = mtp_num_layers > 0 and last
     return GPTModel(
         config,
@@ -56,6 +56,8 @@ def gpt_model(g: ModelGeometry, mtp_num_layers: int) -> GPTModel:
         pre_process=first,
         post_process=last,
         position_embedding_type="rope",
+        rotary_percent=g.rope.rotary_dim / (g.mla.qk_rope_head_dim if g.mla else g.head_dim),
+        rotary_base=g.rope.theta,
         share_embeddings_and_output_weights=g.tie_embeddings,
         mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if has_mtp else None,
     )
@@ -70,14 +72,18 @@ def _config(g: ModelGeometry) -> tuple[type[TransformerConfig], dict[str, object
         "kv_channels": g.head_dim,
         "ffn_hidden_size": g.ffn_hidden_size,
         "normalization": "RMSNorm",
+        "layernorm_epsilon": g.norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": g.mlp_bias,
         "add_qkv_bias": g.qkv_bias,
         "qk_layernorm": g.qk_norm == "head" or g.mla is not None,
+        "hidden_dropout": 0.0,
         "use_cpu_initialization": True,
+        "apply_rope_fusion": False,
     }
     if moe := g.moe:
+        grouped = moe.num_groups > 1
         fields |= {
             "num_moe_experts": moe.num_experts,
             "moe_router_topk": moe.top_k,
@@ -85,8 +91,12 @@ def _config(g: ModelGeometry) -> tuple[type[TransformerConfig], dict[str, object
             "moe_layer_freq": [int(is_moe) for is_moe in moe.is_moe_layer],
             "moe_router_score_function": moe.score,
             "moe_router_enable_expert_bias": moe.router_bias,
+            "moe_router_topk_scaling_factor": moe.routed_scaling if moe.score == "sigmoid" else None,
+            "moe_router_num_groups": moe.num_groups if grouped else None,
+            "moe_router_group_topk": moe.topk_groups if grouped else None,
             "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
             "moe_token_dispatcher_type": "allgather",
+            "moe_router_load_balancing_type": "none",
         }
     if (mla := g.mla) is None:
         return TransformerConfig, fields
@@ -98,7 +108,8 @@ def _config(g: ModelGeometry) -> tuple[type[TransformerConfig], dict[str, object
         "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
         "v_head_dim": mla.v_head_dim,
         "rope_type": "rope",
-        "apply_rope_fusion": False,
+        "rotary_base": g.rope.theta,
+        "rotary_interleaved": False,
     }
     return MLATransformerConfig, fields
 

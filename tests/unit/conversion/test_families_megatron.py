@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
+from gpt_models import gpt_model
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
 from tiny_models import TINY, saved_config
 from transformers.modeling_layers import MtpLayer
 
@@ -11,22 +15,6 @@ from conversion.families import geometry_from_config, rules_for
 from conversion.geometry import ModelGeometry
 from conversion.random_model import make_random_model
 from conversion.safetensors_io import SafetensorsFolder
-from miles_core.trainer.megatron import cpu
-
-cpu.install()
-
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
-    get_gpt_decoder_block_spec,
-    get_gpt_mtp_block_spec,
-)
-from megatron.core.transformer import (  # noqa: E402
-    MLATransformerConfig,
-    TransformerConfig,
-    multi_latent_attention,
-)
 
 # MiniMax-M2 (full-width norms) and Gemma (sandwich norms) need more than megatron-core's own layer spec.
 BUILDABLE = ["llama", "qwen2-tied", "qwen3", "qwen3-moe", "glm4-moe", "deepseek-v3", "deepseek-v3-no-q-lora"]
@@ -35,8 +23,6 @@ SAME_LOGITS = [name for name in BUILDABLE if name != "deepseek-v3"]  # its YaRN 
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank():
-    # True without Transformer Engine, because importing its empty wrapper succeeds; then a class that is None is used.
-    multi_latent_attention.HAVE_TE = False
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     yield
@@ -57,71 +43,7 @@ class _Attention(torch.nn.Module):
 
 
 def _gpt_model(g: ModelGeometry, mtp_num_layers: int) -> GPTModel:
-    fields = {
-        "num_layers": g.num_layers,
-        "hidden_size": g.hidden_size,
-        "num_attention_heads": g.num_heads,
-        "num_query_groups": g.num_kv_heads,
-        "kv_channels": g.head_dim,
-        "ffn_hidden_size": g.ffn_hidden_size,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": g.norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": g.qkv_bias,
-        "qk_layernorm": g.qk_norm == "head" or g.mla is not None,
-        "hidden_dropout": 0.0,
-        "use_cpu_initialization": True,
-        "apply_rope_fusion": False,
-        "mtp_num_layers": mtp_num_layers or None,
-    }
-    rotary_width = g.head_dim
-    if moe := g.moe:
-        grouped = moe.num_groups > 1
-        fields |= {
-            "num_moe_experts": moe.num_experts,
-            "moe_router_topk": moe.top_k,
-            "moe_ffn_hidden_size": moe.ffn_hidden_size,
-            "moe_layer_freq": [int(is_moe) for is_moe in moe.is_moe_layer],
-            "moe_router_score_function": moe.score,
-            "moe_router_enable_expert_bias": moe.router_bias,
-            "moe_router_topk_scaling_factor": moe.routed_scaling if moe.score == "sigmoid" else None,
-            "moe_router_num_groups": moe.num_groups if grouped else None,
-            "moe_router_group_topk": moe.topk_groups if grouped else None,
-            "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
-            "moe_token_dispatcher_type": "allgather",
-            "moe_router_load_balancing_type": "none",
-        }
-    config_class = TransformerConfig
-    if mla := g.mla:
-        rotary_width = mla.qk_rope_head_dim
-        fields |= {
-            "multi_latent_attention": True,
-            "q_lora_rank": mla.q_lora_rank,
-            "kv_lora_rank": mla.kv_lora_rank,
-            "qk_head_dim": mla.qk_nope_head_dim,
-            "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
-            "v_head_dim": mla.v_head_dim,
-            "rope_type": "rope",
-        }
-        fields |= {"rotary_base": g.rope.theta, "rotary_interleaved": False}
-        config_class = MLATransformerConfig
-    config = config_class(**fields)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = _Attention
-    return GPTModel(
-        config,
-        spec,
-        vocab_size=g.vocab_size,
-        max_sequence_length=g.max_position,
-        position_embedding_type="rope",
-        rotary_percent=g.rope.rotary_dim / rotary_width,
-        rotary_base=g.rope.theta,
-        share_embeddings_and_output_weights=g.tie_embeddings,
-        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if mtp_num_layers else None,
-    ).eval()
+    return gpt_model(g, mtp_num_layers, _Attention).eval()
 
 
 def _tensors(model: GPTModel) -> dict[str, torch.Tensor]:
