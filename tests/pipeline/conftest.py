@@ -5,7 +5,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,10 @@ class Finished:
     task_states: dict[str, str]
 
     @property
+    def flow_run_id(self) -> uuid.UUID:
+        return uuid.UUID(self.summary.ui.rsplit("/", 1)[1])
+
+    @property
     def ran(self) -> set[str]:
         return {stage.stage for stage in self.summary.stages if not stage.cached}
 
@@ -74,8 +78,8 @@ def run(prefect_api: str) -> Callable[..., Finished]:
 
     def run(config: RunConfig, **options: Any) -> Finished:
         summary = miles(config, **options)
-        flow_run_id = uuid.UUID(summary.ui.rsplit("/", 1)[1])
-        this_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+        finished = Finished(summary, {})
+        this_run = FlowRunFilter(id=FlowRunFilterId(any_=[finished.flow_run_id]))
         deadline = time.monotonic() + 60
         with get_client(sync_client=True) as client:
             # The server learns of task runs by events, a moment later.
@@ -84,24 +88,25 @@ def run(prefect_api: str) -> Callable[..., Finished]:
                 if len(task_runs) == len(summary.stages) and all(t.state and t.state.is_final() for t in task_runs):
                     break
                 time.sleep(0.2)
-        return Finished(summary, {task_run.name: task_run.state_name or "" for task_run in task_runs})
+        return replace(finished, task_states={task_run.name: task_run.state_name or "" for task_run in task_runs})
 
     return run
 
 
 @pytest.fixture(scope="session")
-def artifact_text(prefect_api: str) -> Callable[[str], list[str]]:
-    """The versions of an artifact, oldest first."""
+def artifact_text(prefect_api: str) -> Callable[..., list[str]]:
+    """The versions of an artifact, oldest first: of all runs, or of the one given."""
     from prefect import get_client
     from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
     from prefect.client.schemas.sorting import ArtifactSort
 
-    def read(key: str) -> list[str]:
+    def read(key: str, of: Finished | None = None) -> list[str]:
         with get_client(sync_client=True) as client:
             found = client.read_artifacts(
                 artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])), sort=ArtifactSort.ID_DESC
             )
-        return [str(artifact.data) for artifact in sorted(found, key=lambda a: a.created or 0)]
+        versions = [a for a in found if of is None or a.flow_run_id == of.flow_run_id]
+        return [str(artifact.data) for artifact in sorted(versions, key=lambda a: a.created or 0)]
 
     return read
 

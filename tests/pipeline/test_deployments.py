@@ -87,7 +87,7 @@ def test_server_has_what_runs_need() -> None:
     assert nightly.global_concurrency_limit.limit == 1
 
 
-def test_deployed_run_completes(deployed: RunConfig, artifact_text: Callable[[str], list[str]]) -> None:
+def test_deployed_run_completes(deployed: RunConfig, artifact_text: Callable[..., list[str]]) -> None:
     deadline = time.monotonic() + 60
     while not (lineage := artifact_text("lineage-deployed")) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -34,7 +34,7 @@ def runs_of(name: str) -> list[tuple[str, int]]:
 
 
 def test_fault_of_the_model_fails_at_once_and_the_rest_is_shown_as_not_run(
-    run: Callable[..., Finished], folder: Path, tmp_path: Path, artifact_text: Callable[[str], list[str]]
+    run: Callable[..., Finished], folder: Path, tmp_path: Path, artifact_text: Callable[..., list[str]]
 ) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

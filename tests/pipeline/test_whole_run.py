@@ -37,23 +37,23 @@ def test_first_run_runs_everything(first_run: Finished) -> None:
 
 
 def test_the_server_shows_training_scores_and_lineage(
-    first_run: Finished, artifact_text: Callable[[str], list[str]]
+    first_run: Finished, artifact_text: Callable[..., list[str]]
 ) -> None:
-    assert artifact_text("training-small")[-1] == "100"
-    assert "data:image/svg+xml;base64," in artifact_text("reward-curve-small")[-1]
-    assert "mean_reward" in artifact_text("evaluation-small")[0]
-    lineage = artifact_text("lineage-small")[0]
+    assert artifact_text("training-small", first_run)[-1] == "100"
+    assert "data:image/svg+xml;base64," in artifact_text("reward-curve-small", first_run)[-1]
+    assert "mean_reward" in artifact_text("evaluation-small", first_run)[0]
+    (lineage,) = artifact_text("lineage-small", first_run)
     for stage in first_run.summary.stages:
         assert f"({'file://' + stage.uri}) | `{stage.digest}`" in lineage
 
 
 def test_same_run_again_is_cached(
-    run: Callable[..., Finished], config: RunConfig, artifact_text: Callable[[str], list[str]]
+    run: Callable[..., Finished], config: RunConfig, artifact_text: Callable[..., list[str]]
 ) -> None:
     again = run(config)
     assert again.ran <= {"upload"}  # the copy of the store publishes nothing
     assert {again.task_states[name] for name in STEPS if name != "upload"} == {"Cached"}
-    assert artifact_text("lineage-small")[-1].count("| cached |") == len(STEPS) - 1
+    assert artifact_text("lineage-small", again)[-1].count("| cached |") == len(STEPS) - 1
 
 
 def test_dependencies_of_cached_steps_are_known_to_the_server(run: Callable[..., Finished], config: RunConfig) -> None:

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -115,10 +115,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Shared by all tests of a process, gone when it ends.
+_FOLDERS = TemporaryDirectory(prefix="miles-models-")
+
+
 @cache
 def hf_folder(name: str) -> Path:
     """A model of transformers' own class with random weights, biases and norms included."""
-    folder = Path(mkdtemp(prefix=f"{name}-"))
+    folder = Path(_FOLDERS.name, name)
+    folder.mkdir()
     if name == "glm4-moe-mtp":
         make_random_model(
             folder,
@@ -152,7 +157,7 @@ def hf_folder(name: str) -> Path:
 @cache
 def checkpoint_folder(name: str) -> Path:
     """The model of `hf_folder`, converted to torch_dist."""
-    folder = Path(mkdtemp(prefix=f"{name}-torch-dist-"))
+    folder = Path(_FOLDERS.name, f"{name}-torch-dist")
     hf_to_torch_dist(hf_folder(name), folder)
     return folder
 
