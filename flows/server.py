@@ -76,12 +76,18 @@ def start() -> TemporaryServer | None:
     log = Path(os.environ.get("PREFECT_HOME") or Path.home() / ".prefect") / "temporary-server.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "flows.server", str(port)]
+    url = f"http://127.0.0.1:{port}/api"
     with log.open("w") as output:
         # A session of its own: Ctrl-C is for the flow, which still has to tell the server what became of it.
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | {"PREFECT_UI_API_URL": url},  # where the UI's pages look: Prefect's default is port 4200
         )
-    return TemporaryServer(process, f"http://127.0.0.1:{port}/api", log)
+    return TemporaryServer(process, url, log)
 
 
 def serve(port: int) -> None:

@@ -1,8 +1,10 @@
 """The pipeline as it is used, no part replaced: what runs, what is cached, what the server shows of it."""
 
+import json
 import shutil
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -45,6 +47,11 @@ def test_the_server_shows_training_scores_and_lineage(
     (lineage,) = artifact_text("lineage-small", first_run)
     for stage in first_run.summary.stages:
         assert f"({'file://' + stage.uri}) | `{stage.digest}`" in lineage
+
+
+def test_the_ui_of_a_temporary_server_asks_that_server(prefect_api: str) -> None:
+    with urllib.request.urlopen(prefect_api.removesuffix("/api") + "/ui-settings") as answer:
+        assert json.load(answer)["api_url"] == prefect_api
 
 
 def test_same_run_again_is_cached(
