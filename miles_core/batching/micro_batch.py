@@ -43,7 +43,7 @@ class MicroBatch:
     tokens: Tensor  # int64 [B, S]
     packed: PackedLayout | None
     fed_rows: Tensor  # int64 [sum(T_i - 1)], flat place of each sample's tokens but the last, which no engine fed
-    logit_positions: Tensor  # int64 [N], flat
+    logit_positions: Tensor  # int64 [N], or [n] where `scored` is given, flat
     targets: Tensor  # int64 [N]
     sequence_ids: Tensor  # int64 [N], which sample, counted within this micro-batch
     loss_mask: Tensor  # bool [N]
@@ -57,6 +57,7 @@ class MicroBatch:
     old_values: Tensor | None  # float32 [N]
     returns: Tensor | None  # float32 [N]
     routed_experts: Tensor | None = None  # int16 [S * B, layers, top_k], flat; see routing_replay/alignment.py
+    scored: Tensor | None = None  # int64 [n], which of the N this context-parallel part scores; see batching/context.py
 
     def to(self, device: torch.device) -> Self:
         """A copy on `device`."""
@@ -89,7 +90,7 @@ def build_micro_batch(
         batch: the whole batch; `plan` holds positions in it.
         plan: which samples, and the common shape.
         packing: end to end, or one row each.
-        length_multiple: S is a multiple of this (tensor-parallel ranks share the sequence evenly).
+        length_multiple: S is a multiple of this (tensor- and context-parallel ranks share the sequence evenly).
 
     Raises:
         ValueError: a response starts at the first token, so that nothing scores it; or only some of the samples have

@@ -12,6 +12,7 @@ from conversion.geometry import ModelGeometry
 from conversion.quantization.policy import preflight_quantize
 from conversion.random_model import RandomModel, random_config
 from conversion.safetensors_header import CheckpointError, read_headers, read_json
+from miles_core.config.preflight_layout import layout_faults
 from miles_core.config.run import RunConfig
 
 HUB_SCHEME = "hf://"
@@ -37,7 +38,14 @@ def model_faults(config: RunConfig) -> list[str]:
         return [*faults, f"model.path {config.model.path}: {error}"]
     if model is None:
         return faults
-    return [*faults, *_mtp_faults(config, model), *_length_faults(config, model), *_quantize_faults(config, model)]
+    architecture = model.geometry.architecture
+    return [
+        *faults,
+        *_mtp_faults(config, model),
+        *_length_faults(config, model),
+        *_quantize_faults(config, model),
+        *(f"{architecture}: {fault}" for fault in layout_faults(model.geometry, config.trainer)),
+    ]
 
 
 def _look(config: RunConfig, faults: list[str]) -> _Model | None:

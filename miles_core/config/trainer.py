@@ -33,8 +33,10 @@ class ParallelConfig(Section):
     """Tensor parallel size."""
     pipeline: int = Field(1, ge=1)
     """Pipeline parallel size."""
+    context: int = Field(1, ge=1)
+    """Context parallel size: ranks that share the tokens of each sequence."""
     expert: int = Field(1, ge=1)
-    """Expert parallel size."""
+    """Expert parallel size: over how many ranks of a pipeline stage the routed experts are spread."""
 
 
 class CheckpointConfig(Section):
@@ -65,6 +67,8 @@ class TrainerConfig(Section):
     supervised fine-tuning)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
+    recompute: Literal["none", "full"] = "none"
+    """Activations of a layer: kept, or computed again in the backward pass from the layer's input."""
     critic_optimizer: OptimizerConfig | None = None
     """Those of PPO's critic; null takes the policy's."""
     parallel: ParallelConfig = ParallelConfig()
@@ -74,20 +78,21 @@ class TrainerConfig(Section):
 
     @property
     def data_parallel_size(self) -> int:
-        """Model replicas: ranks divided by tensor and pipeline sizes."""
-        return self.num_ranks // (self.parallel.tensor * self.parallel.pipeline)
+        """Model replicas: ranks divided by tensor, context and pipeline sizes."""
+        return self.num_ranks // (self.parallel.tensor * self.parallel.context * self.parallel.pipeline)
 
     @model_validator(mode="after")
     def _layout_is_possible(self) -> "TrainerConfig":
         p = self.parallel
-        model_parallel = p.tensor * p.pipeline
+        model_parallel = p.tensor * p.context * p.pipeline
         if self.num_ranks % model_parallel:
             raise ValueError(
-                f"trainer.num_ranks {self.num_ranks} is not a multiple of tensor {p.tensor} x pipeline {p.pipeline}"
+                f"trainer.num_ranks {self.num_ranks} is not a multiple of trainer.parallel.tensor {p.tensor} x context "
+                f"{p.context} x pipeline {p.pipeline} = {model_parallel}"
             )
-        if self.data_parallel_size % p.expert and (self.data_parallel_size * p.tensor) % p.expert:
+        stage = self.num_ranks // p.pipeline
+        if stage % p.expert:
             raise ValueError(
-                f"trainer.parallel.expert {p.expert} does not divide the {self.data_parallel_size * p.tensor} ranks "
-                "of a pipeline stage"
+                f"trainer.parallel.expert {p.expert} does not divide the {stage} ranks of a pipeline stage"
             )
         return self

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conversion.geometry import RopeGeometry
+from miles_core.batching.micro_batch import PackedLayout
+from miles_core.trainer.megatron.context import heads_for_tokens, tokens_for_heads
 from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig
 from miles_core.trainer.megatron.packing import PackedSequences, from_rows, to_rows
 from miles_core.trainer.megatron.rope import Rotation
@@ -32,13 +34,13 @@ class CoreAttention(MegatronModule):
         self,
         config: DecoderConfig | LatentDecoderConfig,
         layer_number: int,
-        softmax_scale: float | None = None,
-        **unused: Any,  # mask type, attention type, channel widths: known from the tensors, or always the same
+        **unused: Any,  # scale, mask and attention type, channel widths: known from the geometry or the tensors
     ) -> None:
         super().__init__(config=config)
         geometry = config.geometry
         assert geometry is not None
-        self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(geometry.head_dim)
+        scale = geometry.attention_scale
+        self.scale = scale if scale is not None else 1 / math.sqrt(geometry.head_dim)
         self.softcap = geometry.attention_softcap
         layer = min(layer_number, geometry.num_layers) - 1  # Megatron counts from 1; MTP layers are like the last one
         slides = bool(geometry.is_sliding_layer) and geometry.is_sliding_layer[layer]
@@ -46,8 +48,7 @@ class CoreAttention(MegatronModule):
         rope = geometry.rope
         if slides and geometry.local_rope_theta is not None:
             rope = RopeGeometry(geometry.local_rope_theta, rope.rotary_dim)
-        # Latent attention rotates part of its heads before it gets here.
-        self.rotation = Rotation.of(rope) if geometry.mla is None else None
+        self.rotation = Rotation.of(rope, first_dim=geometry.mla.qk_nope_head_dim if geometry.mla else 0)
 
     def forward(
         self,
@@ -59,18 +60,30 @@ class CoreAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **unused: Any,
     ) -> Tensor:
+        split = self.config.context_parallel_size > 1
+        if split:
+            query, key, value = (heads_for_tokens(x) for x in (query, key, value))
         if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        layout = packed_seq_params.layout
-        assert layout is not None
+            out = self._attend_padded(query, key, value)
+        else:
+            layout = packed_seq_params.layout
+            assert layout is not None
+            out = self._attend_packed(query, key, value, layout)
+        return (tokens_for_heads(out) if split else out).flatten(-2)
+
+    def _attend_padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """[s, b, heads or groups, width] -> [s, b, heads, width of v]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return self._attend(q, k, v).permute(2, 0, 1, 3)
+
+    def _attend_packed(self, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
+        """[t, heads or groups, width] -> [t, heads, width of v]."""
         q, k, v = (to_rows(x, layout).transpose(1, 2) for x in (query, key, value))
-        return from_rows(self._attend(q, k, v).transpose(1, 2).flatten(2), layout)
+        return from_rows(self._attend(q, k, v).transpose(1, 2), layout)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """All [b, heads or groups, s, width]."""
-        if self.rotation is not None:
-            q, k = self.rotation(q), self.rotation(k)
+        q, k = self.rotation.of_rows(q), self.rotation.of_rows(k)
         length = q.shape[2]
         window = self.window if self.window is not None and self.window < length else None
         if self.softcap is not None:

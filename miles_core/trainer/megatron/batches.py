@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conversion.geometry import ModelGeometry
+from miles_core.batching.context import context_part
 from miles_core.batching.micro_batch import MicroBatch, build_micro_batch
 from miles_core.batching.sharding import plan_micro_batches
 from miles_core.config.run import RunConfig
@@ -40,10 +41,11 @@ class Batches:
                 batch,
                 plans[self._place.data_rank],
                 packing=trainer.packing,
-                length_multiple=trainer.parallel.tensor,
+                length_multiple=trainer.parallel.tensor * trainer.parallel.context,
             )
             if self._replays:
                 micro_batch = with_routes(micro_batch, batch)
+            micro_batch = context_part(micro_batch, self._place.context_rank, trainer.parallel.context)
             micro_batches.append(micro_batch.to(current_device()))
         return micro_batches
 

@@ -13,6 +13,7 @@ from miles_core.config.run import RunConfig
 from miles_core.device import current_device
 from miles_core.seeds import derive_seed
 from miles_core.trainer.megatron import checkpoint as checkpoints
+from miles_core.trainer.megatron.context import join_scored
 from miles_core.trainer.megatron.forward_backward import ModelPass, data_parallel
 from miles_core.trainer.megatron.model import PolicyModel
 from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig
@@ -39,13 +40,14 @@ class ValueModel(PolicyModel):
         head = torch.empty(self.geometry.hidden_size).normal_(std=_HEAD_STD, generator=generator)
         self.value_head = torch.nn.Parameter(head.to(current_device()))
 
-    def values(self, hidden: Tensor, positions: Tensor) -> Tensor:
-        """Values at flat positions [N] of the decoder's hidden states, float32 [N], the same on all tensor-parallel
-        ranks."""
+    def values(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Values before the response tokens, from the decoder's hidden states; float32 [N], the same on all ranks of a
+        model replica."""
         if self.config.sequence_parallel:
             # Every rank computes all values: their gradients are equal, and adding them up would count them twice.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return hidden.flatten(0, 1).index_select(0, positions).float() @ self.value_head
+        values = hidden.flatten(0, 1).index_select(0, micro_batch.logit_positions).float() @ self.value_head
+        return join_scored(values, micro_batch.scored, len(micro_batch.targets))
 
 
 class Critic:
@@ -71,7 +73,7 @@ class Critic:
         """Value before each response token, float32 [N] for each micro-batch. No gradient."""
 
         def result(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-            values = self._model.values(hidden, micro_batch.logit_positions)
+            values = self._model.values(hidden, micro_batch)
             return values.sum(), values
 
         return self.passes.forward(micro_batches, result)
@@ -82,7 +84,7 @@ class Critic:
         def loss(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             old_values, returns = micro_batch.old_values, micro_batch.returns
             assert old_values is not None and returns is not None, "the loop gives both to a run with a critic"
-            values = self._model.values(hidden, micro_batch.logit_positions)
+            values = self._model.values(hidden, micro_batch)
             inputs = ValueInputs(values, old_values, returns, micro_batch.loss_mask, micro_batch.loss_weights)
             return value_objective(inputs, self._algorithm)
 

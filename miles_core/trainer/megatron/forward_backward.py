@@ -14,6 +14,7 @@ from torch import Tensor
 from miles_core.algorithms.objective import ObjectiveInputs, policy_objective
 from miles_core.batching.micro_batch import MicroBatch
 from miles_core.config.algorithm import AlgorithmConfig
+from miles_core.trainer.megatron.context import join_scored
 from miles_core.trainer.megatron.log_probs import token_log_probs
 from miles_core.trainer.megatron.model import PolicyModel
 from miles_core.trainer.megatron.routing_replay import RoutingReplay
@@ -105,16 +106,17 @@ class PolicyPass:
         self, micro_batch: MicroBatch, hidden: Tensor, token_ids: Tensor, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         rows = self.model.output_inputs(hidden).index_select(0, micro_batch.logit_positions)
-        geometry = self.model.geometry
-        return token_log_probs(
+        geometry, scored, count = self.model.geometry, micro_batch.scored, len(token_ids)
+        log_probs, entropy = token_log_probs(
             rows,
             self.model.output_weight(),
-            token_ids,
+            token_ids if scored is None else token_ids[scored],
             temperature=self.temperature,
             vocab_size=geometry.vocab_size,
             logit_softcap=geometry.logit_softcap,
             with_entropy=with_entropy,
         )
+        return join_scored(log_probs, scored, count), None if entropy is None else join_scored(entropy, scored, count)
 
 
 # What our loss functions report as the number of tokens: the loss is weighted already, so nothing may divide by it.

@@ -11,7 +11,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
@@ -29,6 +29,7 @@ from torch import Tensor
 from conversion.geometry import ModelGeometry
 from miles_core.trainer.megatron.attention import CoreAttention
 from miles_core.trainer.megatron.experts import FixedBiasRouter, GroupedExperts
+from miles_core.trainer.megatron.latent_attention import LatentAttention
 from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig
 from miles_core.trainer.megatron.norm import AllKeyHeadsNorm, AllQueryHeadsNorm, RmsNorm
 
@@ -135,7 +136,7 @@ def _attention(g: ModelGeometry) -> ModuleSpec:
 
 def _latent_attention() -> ModuleSpec:
     return ModuleSpec(
-        module=MLASelfAttention,
+        module=LatentAttention,
         params=_CAUSAL,
         submodules=MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,

@@ -1,7 +1,7 @@
 """From our model geometry and trainer configuration to megatron-core's TransformerConfig.
 
 The only place that names TransformerConfig's fields. What megatron-core, or the modules of ours in its layers, cannot
-express is refused here with the value found.
+express is refused (miles_core/config/preflight_layout.py).
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch.nn import functional as F
 
 from conversion.geometry import MlaGeometry, ModelGeometry, MoeGeometry
+from miles_core.config.preflight_layout import layout_faults, stage_layers
 from miles_core.config.trainer import TrainerConfig
 from miles_core.device import device_type
 
@@ -49,7 +50,7 @@ def transformer_config(
     Raises:
         UnsupportedGeometryError: lists what cannot be expressed.
     """
-    if faults := _faults(geometry, trainer):
+    if faults := layout_faults(geometry, trainer):
         raise UnsupportedGeometryError(f"{geometry.architecture}: " + "; ".join(faults))
     on_gpu = device_type() != "cpu"
     bf16 = trainer.precision == "bf16"
@@ -72,13 +73,13 @@ def transformer_config(
         "activation_func": F.silu if geometry.activation == "silu" else partial(F.gelu, approximate="tanh"),
         "add_bias_linear": False,  # biases of single projections: layer_spec.py
         "add_qkv_bias": geometry.qkv_bias,
-        "softmax_scale": geometry.attention_scale,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "params_dtype": dtype,
         "bf16": bf16,
         "pipeline_dtype": dtype,
         "tensor_model_parallel_size": parallel.tensor,
+        "context_parallel_size": parallel.context,
         "pipeline_model_parallel_size": parallel.pipeline,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": 1,
@@ -97,13 +98,17 @@ def transformer_config(
         "apply_rope_fusion": False,
         "cuda_graph_scope": [],
     }
+    if trainer.recompute == "full":  # from each layer's input
+        fields |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if geometry.num_layers % parallel.pipeline:
+        fields["num_layers_in_last_pipeline_stage"] = len(stage_layers(geometry.num_layers, parallel.pipeline)[-1])
     if geometry.moe is not None:
         fields |= _moe_fields(geometry.moe, routing_replay)
     config: DecoderConfig | LatentDecoderConfig
     if geometry.mla is None:
         config = DecoderConfig(**fields)
     else:
-        config = LatentDecoderConfig(**fields, **_mla_fields(geometry, geometry.mla))
+        config = LatentDecoderConfig(**fields, **_mla_fields(geometry.mla))
     # Stages tell each other the shape of every micro-batch. Set afterwards because the constructor refuses it for the
     # allgather dispatcher, whose ranks must hold equally many tokens: batching gives them that.
     config.variable_seq_lengths = parallel.pipeline > 1
@@ -134,85 +139,12 @@ def _moe_fields(moe: MoeGeometry, routing_replay: bool) -> dict[str, Any]:
     }
 
 
-def _mla_fields(geometry: ModelGeometry, mla: MlaGeometry) -> dict[str, Any]:
-    scaling = geometry.rope.scaling
-    fields: dict[str, Any] = {
+def _mla_fields(mla: MlaGeometry) -> dict[str, Any]:
+    return {
         "q_lora_rank": mla.q_lora_rank,
         "kv_lora_rank": mla.kv_lora_rank,
         "qk_head_dim": mla.qk_nope_head_dim,
         "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
         "v_head_dim": mla.v_head_dim,
-        "rotary_base": geometry.rope.theta,
-        "rope_type": "rope" if scaling is None else "yarn",
-        "rotary_scaling_factor": 1.0 if scaling is None else scaling["factor"],
+        "rope_type": "rope",  # of a module that is never called: our attention rotates, and knows the scale
     }
-    if scaling is not None:
-        fields |= {
-            "original_max_position_embeddings": scaling["original_max_position_embeddings"],
-            "beta_fast": scaling.get("beta_fast", 32),
-            "beta_slow": scaling.get("beta_slow", 1),
-            "mscale": scaling.get("mscale", 1.0),
-            "mscale_all_dim": scaling.get("mscale_all_dim", 0.0),
-        }
-    return fields
-
-
-def _faults(geometry: ModelGeometry, trainer: TrainerConfig) -> list[str]:
-    g, parallel = geometry, trainer.parallel
-    faults = []
-    if g.num_layers % parallel.pipeline:
-        faults.append(
-            f"{g.num_layers} layers are no multiple of trainer.parallel.pipeline {parallel.pipeline}: every stage "
-            "holds the same number"
-        )
-    for name, heads in (("query", g.num_heads), ("key-value", g.num_kv_heads)):
-        if heads % parallel.tensor:
-            faults.append(f"{heads} {name} heads are no multiple of trainer.parallel.tensor {parallel.tensor}")
-    if g.mla is not None and parallel.tensor > 1:
-        faults.append(
-            f"latent attention with trainer.parallel.tensor {parallel.tensor}: megatron-core does not add up the "
-            "gradient of the shared rotary key over tensor-parallel ranks without Transformer Engine; set it to 1"
-        )
-    if g.qk_norm == "full" and parallel.tensor > 1:
-        faults.append(
-            f"a norm over all query heads with trainer.parallel.tensor {parallel.tensor}: no rank has all heads; "
-            "set it to 1"
-        )
-    if g.moe is None and parallel.expert > 1:
-        faults.append(f"trainer.parallel.expert {parallel.expert} on a model without experts; set it to 1")
-    if g.moe is not None:
-        faults += _moe_faults(g.moe, parallel.expert)
-    faults += _rope_faults(g)
-    return faults
-
-
-def _moe_faults(moe: MoeGeometry, expert_parallel: int) -> list[str]:
-    faults = []
-    if moe.num_experts % expert_parallel:
-        faults.append(f"{moe.num_experts} experts are no multiple of trainer.parallel.expert {expert_parallel}")
-    if moe.score == "softmax" and moe.router_bias:
-        faults.append("a router bias with softmax scores: Megatron's router takes one with sigmoid scores only")
-    if moe.score == "sigmoid" and moe.norm_topk == (moe.top_k == 1):
-        faults.append(
-            f"norm_topk={moe.norm_topk} with {moe.top_k} experts a token and sigmoid scores: Megatron's router divides "
-            "by the sum exactly where there are several"
-        )
-    if moe.num_groups > 1 and moe.top_k // moe.topk_groups != 2:
-        faults.append(
-            f"top_k {moe.top_k} over {moe.topk_groups} groups: Megatron's router ranks groups by their best "
-            f"{moe.top_k // moe.topk_groups} experts, the model by their best 2"
-        )
-    return faults
-
-
-def _rope_faults(g: ModelGeometry) -> list[str]:
-    kind = (g.rope.scaling or {}).get("rope_type", "default")
-    if g.mla is not None:
-        faults = [] if g.rope.interleaved else ["rope without interleaving: Megatron's latent attention interleaves"]
-        if kind not in ("default", "yarn"):
-            faults.append(f"rope scaling {kind!r} with latent attention; supported: yarn")
-        return faults
-    faults = ["interleaved rope without latent attention"] if g.rope.interleaved else []
-    if kind not in ("default", "linear", "llama3"):
-        faults.append(f"rope scaling {kind!r}; supported: linear, llama3, and yarn with latent attention")
-    return faults

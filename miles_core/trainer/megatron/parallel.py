@@ -21,12 +21,13 @@ class Place:
     data_rank: int
     data_size: int
     tensor_rank: int
+    context_rank: int
     is_last_stage: bool
 
     @property
     def speaks_for_its_data(self) -> bool:
         """True on exactly one rank of each model replica: the one whose log-probs and metrics count."""
-        return self.is_last_stage and self.tensor_rank == 0
+        return self.is_last_stage and self.tensor_rank == self.context_rank == 0
 
 
 def join(config: TrainerConfig, *, rank: int, world_size: int, init_method: str, seed: int) -> Place:
@@ -45,6 +46,7 @@ def join(config: TrainerConfig, *, rank: int, world_size: int, init_method: str,
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         # Experts are spread whole: with tensor parallelism each rank brings its part of the sequence to them.
         expert_tensor_parallel_size=1,
@@ -57,6 +59,7 @@ def join(config: TrainerConfig, *, rank: int, world_size: int, init_method: str,
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        context_rank=parallel_state.get_context_parallel_rank(),
         is_last_stage=parallel_state.is_pipeline_last_stage(),
     )
 

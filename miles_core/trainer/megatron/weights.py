@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from conversion.mapping import Rule
+from miles_core.config.preflight_layout import stage_layers
 from miles_core.device import current_device
 from miles_core.trainer.megatron.model import PolicyModel
 
@@ -71,7 +72,7 @@ class WholeTensors:
         """Raises KeyError with the name where the model has no such tensor."""
         stage = 0 if name.startswith("embedding.") else self._stages - 1
         if layer := _LAYER.match(name):
-            per_stage = self._model.geometry.num_layers // self._stages
+            per_stage = len(stage_layers(self._model.geometry.num_layers, self._stages)[0])
             stage = int(layer[1]) // per_stage
             name = f"decoder.layers.{int(layer[1]) - stage * per_stage}.{name[layer.end() :]}"
         here = stage == self._stage

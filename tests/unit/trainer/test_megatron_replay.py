@@ -64,7 +64,12 @@ def test_replaying_own_routes_is_bit_equal(own_routes: list[TrainSample], packin
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"pipeline": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)], ids=["pipeline", "tensor"]
+    "parallel",
+    [
+        pytest.param({"pipeline": 2}, id="pipeline"),
+        pytest.param({"tensor": 2}, id="tensor", marks=pytest.mark.slow),
+        pytest.param({"context": 2}, id="context", marks=pytest.mark.slow),
+    ],
 )
 def test_replaying_own_routes_is_bit_equal_on_two_ranks(
     own_routes: list[TrainSample], parallel: dict[str, int]
@@ -122,19 +127,16 @@ def test_replayed_routes_equal_transformers_with_the_same_routes() -> None:
     assert 0 < metrics["train/routing_replay_overlap"] < 1
 
 
-def _recomputed(trainer: MegatronTrainer, samples: list[TrainSample], recompute: bool) -> tuple[float, float]:
-    if recompute:
-        config = trainer._model.config
-        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
+def _loss_and_norm(trainer: MegatronTrainer, samples: list[TrainSample]) -> tuple[float, float]:
     metrics = trainer.train_step(samples)
     return metrics["train/loss"], metrics["train/grad_norm"]
 
 
 def test_recomputation_replays_too() -> None:
     samples, results = make_samples(_NAME, _COUNT, with_routes=True), []
-    for recompute in (False, True):
-        with trainer_of(_NAME, _config(replay=True, micro_batch_size=1)) as trainer:
-            results.append(_recomputed(trainer, samples, recompute))
+    for recompute in ("none", "full"):
+        with trainer_of(_NAME, _config(replay=True, micro_batch_size=1, recompute=recompute)) as trainer:
+            results.append(_loss_and_norm(trainer, samples))
     assert results[0] == results[1]
 
 
@@ -142,9 +144,16 @@ def test_recomputation_replays_too() -> None:
 def test_recomputation_replays_too_in_a_pipeline() -> None:
     """Several micro-batches are under way at once, and each is recomputed with its own routes."""
     samples = make_samples(_NAME, _COUNT, with_routes=True)
-    config = _config(replay=True, micro_batch_size=1, num_ranks=2, parallel={"pipeline": 2})
-    plain = on_ranks(_NAME, config, _recomputed, samples, False)
-    assert on_ranks(_NAME, config, _recomputed, samples, True) == plain
+    plain, recomputed = (
+        on_ranks(
+            _NAME,
+            _config(replay=True, micro_batch_size=1, num_ranks=2, parallel={"pipeline": 2}, recompute=recompute),
+            _loss_and_norm,
+            samples,
+        )
+        for recompute in ("none", "full")
+    )
+    assert recomputed == plain
 
 
 def test_a_batch_without_routes_is_refused() -> None:

@@ -42,6 +42,7 @@ _QWEN3_MOE = _MOE | {"head_dim": 16, "num_experts": 8}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "llama-3-layers": ("LlamaForCausalLM", {"num_hidden_layers": 3}),
     "llama-biased": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "llama3-rope": (
         "LlamaForCausalLM",
@@ -58,6 +59,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-sliding": ("MistralForCausalLM", {"sliding_window": 4}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+    "qwen3-yarn": (
+        "Qwen3ForCausalLM",
+        {
+            "head_dim": 16,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        },
+    ),
     "qwen3-moe": ("Qwen3MoeForCausalLM", _QWEN3_MOE),
     "qwen3-moe-unnormalized": ("Qwen3MoeForCausalLM", _QWEN3_MOE | {"norm_topk_prob": False}),
     "glm4-moe": ("Glm4MoeForCausalLM", _GROUPED | {"head_dim": 16, "use_qk_norm": True, "num_hidden_layers": 4}),
