@@ -11,10 +11,10 @@ Everything that decides the next rollout is in the trainer's checkpoint and in t
 killed anywhere and started again gives the same weights, bit for bit, as one that was never interrupted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from miles_core.checkpoint import CheckpointFolder
 from miles_core.config.run import RunConfig
@@ -25,19 +25,17 @@ from miles_core.train_batch import build_train_batches
 from miles_core.trainer.trainer import Trainer
 from miles_core.types import TrainSample
 
-BUCKET_BYTES = 512 * 2**20
 
+class WeightSync(Protocol):
+    """Trainer and engines take turns: engines have the trainer's weights, and the devices until they release them."""
 
-class WeightSource(Trainer, Protocol):
-    """A trainer that can hand its weights over as buckets."""
+    def push(self, version: int) -> Metrics:
+        """Every engine then samples with the trainer's present weights."""
+        ...
 
-    def weight_buckets(self, quantized: frozenset[str], bucket_bytes: int) -> tuple[list[Any], dict[str, str]]: ...
-
-
-class WeightSink(Protocol):
-    """The rollout engines, as the push sees them."""
-
-    def update_weights(self, buckets: Sequence[Any], digests: Mapping[str, str], version: int) -> None: ...
+    def release_devices(self) -> None:
+        """No engine is at work until the next push."""
+        ...
 
 
 @dataclass
@@ -46,9 +44,8 @@ class Controller:
 
     config: RunConfig
     collector: Collector
-    trainer: WeightSource
-    engines: WeightSink | None  # None: nothing is sampled
-    quantized: frozenset[str]  # names of the tensors that engines hold in the rollout's number format
+    trainer: Trainer
+    weights: WeightSync | None  # None: nothing is sampled
     checkpoints: CheckpointFolder
     sinks: Sequence[Sink]
     teacher: Teacher | None = None
@@ -82,6 +79,8 @@ class Controller:
         with timers.time("perf/step_time"):
             with timers.time("perf/rollout_time"):
                 groups, metrics = self.collector.collect()
+            if self.weights is not None:
+                self.weights.release_devices()
             with timers.time("perf/actor_train_time"):
                 steps, batch_metrics = build_train_batches(groups, self.config, self.trainer, self.teacher)
                 step_metrics = [self._train(step, rollout_id) for step in steps]
@@ -89,12 +88,13 @@ class Controller:
                 if interval and (rollout_id + 1) % interval == 0:
                     self.trainer.refresh_reference()
             with timers.time("perf/update_weights_time"):
-                self._push(rollout_id + 1)
+                push_metrics = self._push(rollout_id + 1)
         tokens = sum(s.response_length for g in groups for s in g.samples)
         return {
             **metrics,
             **batch_metrics,
             **_over_steps(step_metrics),
+            **push_metrics,
             **timers.seconds,
             "rollout/weight_version": float(rollout_id),
             "perf/rollout_tokens_per_sec": tokens / timers.seconds["perf/rollout_time"],
@@ -107,11 +107,8 @@ class Controller:
             metrics |= self.trainer.train_step(step)
         return metrics
 
-    def _push(self, version: int) -> None:
-        if self.engines is None:
-            return
-        buckets, digests = self.trainer.weight_buckets(self.quantized, BUCKET_BYTES)
-        self.engines.update_weights(buckets, digests, version)
+    def _push(self, version: int) -> Metrics:
+        return self.weights.push(version) if self.weights is not None else {}
 
 
 def _over_steps(steps: Sequence[Metrics]) -> Metrics:

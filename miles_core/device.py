@@ -34,6 +34,26 @@ def collective_backend() -> str:
     return "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
 
 
+def broadcast_backend() -> str:
+    """Backend of a group whose tensors are all on `current_device()`."""
+    return "nccl" if device_type() == "cuda" else "gloo"
+
+
+def empty_cache() -> None:
+    """Gives memory that torch keeps for later back to the device, for other processes."""
+    if device_type() == "cuda":
+        torch.cuda.empty_cache()
+
+
+def peak_memory() -> int:
+    """Most bytes that torch has taken of this process's device since the last call; 0 on CPUs."""
+    if device_type() == "cpu":
+        return 0
+    peak = torch.cuda.max_memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
 def synchronize() -> None:
     """Waits until the device has done all work queued so far (before a clock is read)."""
     if device_type() == "cuda":

@@ -85,6 +85,7 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
     from miles_core.cluster.rollout_group import RolloutGroup
     from miles_core.cluster.teacher_process import TeacherGroup
     from miles_core.cluster.train_group import TrainGroup
+    from miles_core.cluster.weight_push import WeightPush
     from miles_core.controller import Controller
     from miles_core.data.tokenization import load_tokenizer
     from miles_core.rollout.collectors import build_collector, load_training_data
@@ -119,17 +120,17 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
         for sink in sinks:
             opened.callback(sink.close)
         trainer = opened.enter_context(closing(TrainGroup(config, geometry, model_folder)))
-        engines = teacher = None
+        engines = weights = teacher = None
         if not config.algorithm.is_supervised:
             engines = opened.enter_context(closing(RolloutGroup(config, rollout_folder)))
+            weights = WeightPush(config, trainer, engines, quantized_in_folder(rollout_folder))
         if config.algorithm.needs_teacher:
             teacher = opened.enter_context(closing(TeacherGroup(config, rollout_folder)))
         final = Controller(
             config=config,
             collector=build_collector(config, data, tokenizer, engines.generate if engines else None),
             trainer=trainer,
-            engines=engines,
-            quantized=quantized_in_folder(rollout_folder),
+            weights=weights,
             checkpoints=checkpoints,
             sinks=sinks,
             teacher=teacher,

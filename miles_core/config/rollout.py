@@ -35,6 +35,18 @@ class SglangConfig(Section):
     """Seconds until a server must answer; the first start of a kernel backend compiles."""
     max_restarts: int = Field(3, ge=0)
     """How often a server that died is started again over the run."""
+    release_in_training: tuple[Literal["kv_cache", "weights"], ...] = ()
+    """Device memory that a server gives to a trainer on the same GPU until the next push. weights come anew with it."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one server that hold weights: those of its tensor parallelism."""
+        return int(self.server_args.get("tp_size", self.server_args.get("tensor_parallel_size", 1)))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether servers decode speculatively with a draft model."""
+        return "speculative_algorithm" in self.server_args
 
 
 class RolloutConfig(Section):

@@ -16,6 +16,7 @@ from miles_core.config.faults import FaultsError
 from miles_core.config.model import ModelConfig, QuantizeConfig
 from miles_core.config.rollout import RolloutConfig
 from miles_core.config.trainer import TrainerConfig
+from miles_core.config.weight_sync import Transport, WeightSyncConfig
 
 
 class StoreConfig(Section):
@@ -96,6 +97,8 @@ class RunConfig(Section):
     """Teachers."""
     trainer: TrainerConfig = TrainerConfig()
     """Optimization."""
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    """Weights from the trainer to the engines."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """Evaluation."""
     upload: UploadConfig = UploadConfig()
@@ -120,6 +123,17 @@ class RunConfig(Section):
         """Optimizer steps of one rollout."""
         return self.samples_per_rollout // self.global_batch_size
 
+    @property
+    def weight_transport(self) -> Transport:
+        """`weight_sync.transport`, with auto resolved."""
+        if self.weight_sync.transport != "auto":
+            return self.weight_sync.transport
+        if self.rollout.engine == "embedded":
+            return "host"
+        if self.cluster.address is None:
+            return "ipc"
+        return "host" if _broadcast_faults(self) else "broadcast"
+
     def warnings(self) -> list[str]:
         """What is possible but seldom meant: off-policy training that nothing corrects."""
         algorithm = self.algorithm
@@ -141,7 +155,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":
-        faults = [*_batch_faults(self), *_data_faults(self), *_algorithm_faults(self)]
+        faults = [*_batch_faults(self), *_data_faults(self), *_algorithm_faults(self), *_weight_sync_faults(self)]
         if self.algorithm.is_supervised:
             faults += _supervised_faults(self)
         if faults:
@@ -218,6 +232,52 @@ def _algorithm_faults(config: RunConfig) -> list[str]:
             f"algorithm.distill_top_k_coef takes one teacher, found {len(teachers)} in distillation.teachers: their "
             "likeliest tokens differ; algorithm.distill_kl_coef takes several"
         )
+    return faults
+
+
+def _weight_sync_faults(config: RunConfig) -> list[str]:
+    faults = []
+    transport, sglang = config.weight_sync.transport, config.rollout.sglang
+    if config.rollout.engine != "sglang":
+        if transport == "ipc":
+            faults.append(
+                f"weight_sync.transport=ipc needs rollout.engine=sglang, found {config.rollout.engine}: set "
+                "weight_sync.transport=auto"
+            )
+        if sglang.release_in_training:
+            faults.append(
+                f"rollout.sglang.release_in_training {list(sglang.release_in_training)} needs rollout.engine=sglang, "
+                f"found {config.rollout.engine}"
+            )
+        return faults
+    if transport == "broadcast":
+        faults += [
+            f"weight_sync.transport=broadcast {fault}; set weight_sync.transport=ipc or host"
+            for fault in _broadcast_faults(config)
+        ]
+    if "weights" in sglang.release_in_training and sglang.drafts:
+        faults.append(
+            "rollout.sglang.release_in_training with weights loses the draft model's tables, which no push brings: "
+            "release kv_cache alone, or remove speculative_algorithm from rollout.sglang.server_args"
+        )
+    copies = [name for name in ("pp_size", "dp_size") if int(sglang.server_args.get(name, 1)) > 1]
+    if "dp_size" in copies and sglang.server_args.get("enable_dp_attention"):
+        copies.remove("dp_size")
+    faults += [
+        f"rollout.sglang.server_args {name}={sglang.server_args[name]}: weights reach the ranks of tensor parallelism "
+        "alone; use tp_size, or more rollout.num_engines"
+        for name in copies
+    ]
+    return faults
+
+
+def _broadcast_faults(config: RunConfig) -> list[str]:
+    """Why weights can not be broadcast to SGLang servers, which do less with them than with those of other ways."""
+    faults = []
+    if config.rollout.sglang.drafts:
+        faults.append("would leave the draft model of speculative_algorithm behind")
+    if config.quantize.format == "int4":
+        faults.append("can not bring quantize.format=int4, whose kernels hold the weights in a layout of their own")
     return faults
 
 

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from miles_core.weight_sync.bucket import WeightBucket
+from miles_core.weight_sync.sender import PushReceiver
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,30 @@ class Completion:
     routed_experts: np.ndarray | None = None  # int16 [P + N - 1, layers, top_k]
 
 
+class WeightsNeededError(RuntimeError):
+    """An engine was started anew and has the weights that lie on disk: push to it, then ask again for what it did not
+    answer. `completions` are the answers that it gave."""
+
+    def __init__(self, completions: Sequence[Completion]) -> None:
+        super().__init__("the engine was started anew and needs the weights pushed last")
+        self.completions = list(completions)
+
+
 class RolloutEngine(Protocol):
     """An engine holds one model and serves requests. Not thread-safe unless an implementation says so."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """Answers in the order of the requests."""
+        """Answers in the order of the requests. Raises `WeightsNeededError` where weights were lost that did not come
+        by `update_weights`."""
         ...
 
     def update_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
         """Replaces every tensor, or none: raises `WeightSyncError` and keeps serving the old version when a tensor is
         missing, unknown, given twice or of another shape or dtype."""
+        ...
+
+    def push_receiver(self) -> PushReceiver:
+        """The engine's end of pushes that do not go through memory of the host."""
         ...
 
     def weight_version(self) -> int:

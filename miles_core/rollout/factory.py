@@ -12,7 +12,7 @@ def build_engine(config: RunConfig, folder: Path) -> RolloutEngine:
     if config.rollout.engine == "sglang":
         from miles_core.rollout.sglang.engine import SglangEngine
 
-        return SglangEngine(folder, config.rollout.sglang)
+        return SglangEngine(folder, config.rollout.sglang, bucket_bytes=config.weight_sync.bucket_bytes)
     from miles_core.rollout.embedded.engine import EmbeddedEngine
 
     # In the trainer's own precision, whatever the folder's: the two then differ by rounding of the weights alone.

@@ -8,20 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from miles_core.weight_sync.layout import TensorSpec, forms_of, in_rows
+from miles_core.weight_sync.packing import copy_all, full_groups
+
 
 class WeightSyncError(RuntimeError):
     """A push that does not account for every tensor."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Where one tensor lies in its bucket."""
-
-    name: str  # Hugging Face name
-    dtype: str  # "float32", "bfloat16", "int32", "float8_e4m3fn"
-    shape: tuple[int, ...]
-    offset: int  # bytes
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -41,38 +33,13 @@ class WeightBucket:
             yield spec.name, raw.view(getattr(torch, spec.dtype)).reshape(spec.shape)
 
 
-_ALIGNMENT = 16  # so that every dtype can be viewed in place
-
-
 def bucketize(named_tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
     """Packs tensors, in order, into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own)."""
-    pending: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in named_tensors:
-        nbytes = _padded(tensor.nbytes)
-        if pending and size + nbytes > bucket_bytes:
-            yield _pack(pending, size)
-            pending, size = [], 0
-        pending.append((name, tensor))
-        size += nbytes
-    if pending:
-        yield _pack(pending, size)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _pack(tensors: list[tuple[str, torch.Tensor]], size: int) -> WeightBucket:
-    data = np.empty(size, dtype=np.uint8)
-    flat = torch.from_numpy(data)
-    specs, offset = [], 0
-    for name, tensor in tensors:
-        nbytes = tensor.nbytes
-        flat[offset : offset + nbytes].copy_(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8))
-        specs.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, nbytes))
-        offset += _padded(nbytes)
-    return WeightBucket(tuple(specs), data)
+    for tensors, _ in full_groups(named_tensors, bucket_bytes):
+        layout = in_rows(forms_of(tensors))
+        data = np.zeros(layout.nbytes, dtype=np.uint8)
+        copy_all(layout.views(torch.from_numpy(data)), [tensor for _, tensor in tensors])
+        yield WeightBucket(layout.specs, data)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

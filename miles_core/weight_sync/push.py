@@ -1,6 +1,6 @@
 """One weight push, from the trainer's names to equal digests on both sides."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
@@ -25,14 +25,16 @@ def encode_weights(
         )
 
 
-def check_digests(sent: Mapping[str, str], held: Mapping[str, str], engine: str) -> None:
-    """Raises WeightSyncError unless the engine holds exactly what was sent, tensor by tensor."""
-    if sent == held:
-        return
+def check_digests(
+    sent: Mapping[str, str], held: Mapping[str, str], engine: str, *, may_lack: Collection[str] = ()
+) -> None:
+    """Raises WeightSyncError unless the engine holds exactly what was sent, tensor by tensor; `may_lack` need not be
+    held, but must be equal where they are."""
     faults = {
-        "sent but not held": sorted(sent.keys() - held.keys()),
+        "sent but not held": sorted(sent.keys() - held.keys() - set(may_lack)),
         "held but not sent": sorted(held.keys() - sent.keys()),
         "different": sorted(n for n in sent.keys() & held.keys() if sent[n] != held[n]),
     }
-    listed = "; ".join(f"{len(names)} {what}: {', '.join(names[:5])}" for what, names in faults.items() if names)
-    raise WeightSyncError(f"weights of {engine} differ from the trainer's after a push: {listed}")
+    if any(faults.values()):
+        listed = "; ".join(f"{len(names)} {what}: {', '.join(names[:5])}" for what, names in faults.items() if names)
+        raise WeightSyncError(f"weights of {engine} differ from the trainer's after a push: {listed}")

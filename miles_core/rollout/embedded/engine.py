@@ -17,6 +17,7 @@ from conversion.quantization.dequantized import model_dtype
 from conversion.safetensors_io import SafetensorsFolder
 from miles_core.rollout.embedded.decoder import Decoder
 from miles_core.rollout.embedded.generation import Generation
+from miles_core.rollout.embedded.receiver import EmbeddedReceiver
 from miles_core.rollout.embedded.scoring import route, score, top_k
 from miles_core.rollout.embedded.weights import EngineWeights
 from miles_core.rollout.engine import Completion, GenerateRequest
@@ -114,6 +115,10 @@ class EmbeddedEngine:
         """Replaces every tensor of the folder, or none; see `EngineWeights.replace`."""
         self._opened().weights.replace(buckets)
         self._version = version
+
+    def push_receiver(self) -> EmbeddedReceiver:
+        """The engine's end of a push by broadcast."""
+        return EmbeddedReceiver(self)
 
     def weight_version(self) -> int:
         """Version of the weights now served; 0 is what was loaded from disk."""

@@ -1,6 +1,7 @@
 """Calls to one SGLang server: bounded concurrency, and one clear error where the server refuses."""
 
 import asyncio
+import http.client
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,16 +41,26 @@ async def post_all(url: str, path: str, bodies: Sequence[dict[str, Any]], *, max
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Any:
     async with session.post(url, data=orjson.dumps(body), headers=_JSON) as response:
-        raw = await response.read()
-        if response.status != 200:
-            raise Refused(f"{url} answered {response.status}: {raw[:2000].decode(errors='replace')}")
-        # orjson: answers with routed experts have tens of megabytes; the standard parser costs a tenth of a rollout.
-        return orjson.loads(raw) if response.content_type == "application/json" else raw.decode()
+        return _value(url, response.status, response.content_type, await response.read())
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> Any:
-    """One POST; raises ServerLost or Refused."""
-    (answer,) = asyncio.run(post_all(url, path, [body], max_calls=1))
-    if isinstance(answer, ServerLost):
-        raise answer
-    return answer
+    """One POST over a plain connection: a weight push is a few of them, and an event loop for each costs more than the
+    server's answer. Raises ServerLost or Refused."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"))
+    try:
+        connection.request("POST", path, orjson.dumps(body), _JSON)
+        response = connection.getresponse()
+        raw = response.read()
+    except (http.client.HTTPException, OSError) as error:
+        raise ServerLost(f"{url}{path}: {error!r}") from error
+    finally:
+        connection.close()
+    return _value(url + path, response.status, response.headers.get_content_type(), raw)
+
+
+def _value(url: str, status: int, content_type: str, raw: bytes) -> Any:
+    if status != 200:
+        raise Refused(f"{url} answered {status}: {raw[:2000].decode(errors='replace')}")
+    # orjson: answers with routed experts have tens of megabytes; the standard parser costs a tenth of a rollout.
+    return orjson.loads(raw) if content_type == "application/json" else raw.decode()

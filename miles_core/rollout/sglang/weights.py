@@ -1,65 +1,91 @@
 """Weights into a running SGLang server, through its update endpoints.
 
-The tensors cross the process border as CUDA IPC handles of one flat buffer a bucket, so the server copies them on the
-device. SGLang's own loader splits and fuses them as it does when it reads a checkpoint, draft layers included.
+Its processes read each bucket out of the pusher's device memory (see loader.py for what they do with it).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from miles_core.device import current_device
-from miles_core.rollout.sglang.client import post
-from miles_core.weight_sync.bucket import WeightBucket, WeightSyncError
+from miles_core.rollout.sglang.client import Refused, post
+from miles_core.rollout.sglang.loader import LOADER, header
+from miles_core.weight_sync.broadcast import GROUP
+from miles_core.weight_sync.bucket import WeightSyncError
+from miles_core.weight_sync.handles import shared_handle
+from miles_core.weight_sync.layout import Layout
 
 
-def push(url: str, buckets: Sequence[WeightBucket], version: int) -> None:
-    """pause -> one call a bucket -> flush and version with the last -> continue.
+def make_handle(action: str, layout: Layout, flat: Tensor, *, first: bool, last: bool) -> str:
+    """A bucket for one process of a server; see `MakeHandle`."""
+    return shared_handle(header(action, layout, first=first, last=last), flat)
 
-    Requests in flight are put back in the server's queue and go on with the new weights. Raises WeightSyncError with
-    the server's own message when it rejects a bucket.
-    """
+
+def pause(url: str) -> None:
+    """Requests in flight go back into the server's queue, and start over with the new weights."""
     post(url, "/pause_generation", {"mode": "retract"})
+
+
+def resume(url: str) -> None:
+    # By default the server would also give its cached memory back to the driver, which takes longer than the push.
+    post(url, "/continue_generation", {"torch_empty_cache": False})
+
+
+def load(url: str, handles: Sequence[str], version: int | None) -> None:
+    """One bucket into the model; `version` with the last one, which also empties the prefix cache."""
+    _update(url, "/update_weights_from_tensor", {"serialized_named_tensors": handles, "load_format": LOADER}, version)
+
+
+def read(url: str, handles: Sequence[str]) -> None:
+    """What the model holds, into the buffer."""
+    load(url, handles, None)
+
+
+def join_group(url: str, address: str, port: int, first_rank: int, world_size: int, backend: str) -> None:
+    """The server's processes as ranks `first_rank` and on of a group for broadcasts."""
+    body = {
+        "master_address": address, "master_port": port, "rank_offset": first_rank, "world_size": world_size,
+        "group_name": GROUP, "backend": backend,
+    }  # fmt: skip
+    _checked(url, "/init_weights_update_group", body)
+
+
+def leave_group(url: str) -> None:
+    _checked(url, "/destroy_weights_update_group", {"group_name": GROUP})
+
+
+def receive(url: str, layout: Layout, version: int | None) -> None:
+    """One bucket that rank 0 of the group broadcasts meanwhile."""
+    body = {
+        "names": [spec.name for spec in layout.specs],
+        "dtypes": [spec.dtype for spec in layout.specs],
+        "shapes": [spec.shape for spec in layout.specs],
+        "group_name": GROUP,
+        "load_format": "flattened_bucket",
+    }
+    _update(url, "/update_weights_from_distributed", body, version)
+
+
+def _update(url: str, path: str, body: Mapping[str, Any], version: int | None) -> None:
+    last = {"flush_cache": version is not None, "weight_version": None if version is None else str(version)}
+    _checked(url, path, {**body, **last, "abort_all_requests": False})
+
+
+def _checked(url: str, path: str, body: Mapping[str, Any]) -> None:
+    """Raises WeightSyncError with the server's own words where it says no."""
     try:
-        _push_paused(url, buckets, version)
-    finally:
-        post(url, "/continue_generation", {})
+        answer = post(url, path, dict(body))
+    except Refused as error:
+        raise WeightSyncError(f"SGLang rejected {path}: {error}") from error
+    if not answer.get("success"):
+        raise WeightSyncError(f"SGLang rejected {path}: {answer.get('message')}")
 
 
-def _push_paused(url: str, buckets: Sequence[WeightBucket], version: int) -> None:
-    for number, bucket in enumerate(buckets):
-        last = number + 1 == len(buckets)
-        flat = torch.from_numpy(bucket.data).to(
-            current_device()
-        )  # must live until the answer: the server reads this memory
-        body = {
-            "serialized_named_tensors": [_serialize(flat, bucket)],
-            "load_format": "flattened_bucket",
-            "flush_cache": last,
-            "abort_all_requests": False,
-            "weight_version": str(version) if last else None,
-        }
-        answer = post(url, "/update_weights_from_tensor", body)
-        if not answer.get("success"):
-            raise WeightSyncError(f"SGLang rejected bucket {number + 1} of {len(buckets)}: {answer.get('message')}")
+def release_memory(url: str, tags: Sequence[str]) -> None:
+    """Gives the memory of "kv_cache" and "weights" back to the device; the server must be idle."""
+    post(url, "/release_memory_occupation", {"tags": tags})
 
 
-def _serialize(flat: torch.Tensor, bucket: WeightBucket) -> str:
-    # Imported here: this module is read on machines that have no SGLang, by the tests of everything around it.
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
-
-    monkey_patch_torch_reductions()  # device handles by UUID, as the server expects them
-    metadata = [
-        FlattenedTensorMetadata(
-            name=spec.name,
-            shape=torch.Size(spec.shape),
-            dtype=getattr(torch, spec.dtype),
-            start_idx=spec.offset,
-            end_idx=spec.offset + spec.nbytes,
-            numel=spec.nbytes,
-        )
-        for spec in bucket.specs
-    ]
-    return MultiprocessingSerializer.serialize({"flattened_tensor": flat, "metadata": metadata}, output_str=True)
+def resume_memory(url: str, tags: Sequence[str]) -> None:
+    """Takes it again, at the same addresses; what was in it is lost."""
+    post(url, "/resume_memory_occupation", {"tags": tags})

@@ -1,6 +1,6 @@
 """The order of things in a run: pushes, the critic's head start, checkpoints, metrics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,12 @@ class Recorded:
     def refresh_reference(self) -> None:
         self.calls.append("refresh")
 
-    def weight_buckets(self, quantized: frozenset[str], bucket_bytes: int) -> tuple[list[Any], dict[str, str]]:
-        return [], {}
-
-    def update_weights(self, buckets: Sequence[Any], digests: Mapping[str, str], version: int) -> None:
+    def push(self, version: int) -> Metrics:
         self.calls.append(f"push {version}")
+        return {"perf/weights_gbytes": 1.0}
+
+    def release_devices(self) -> None:
+        self.calls.append("release")
 
     def save(self, folder: Path) -> None:
         self.calls.append(f"save {folder.name}")
@@ -88,8 +89,7 @@ def controller(root: Path, parts: Recorded, *, engines: bool = True, **sections:
         config=config,
         collector=parts,
         trainer=parts,  # type: ignore[arg-type]  # a recorder of calls
-        engines=parts if engines else None,
-        quantized=frozenset(),
+        weights=parts if engines else None,
         checkpoints=CheckpointFolder(root, keep=2),
         sinks=[parts],
     )
@@ -99,9 +99,9 @@ def test_a_run_pushes_before_it_samples_and_saves_after_it_trained(tmp_path: Pat
     parts = Recorded(4)
     controller(tmp_path, parts, algorithm={"kl_loss_coef": 0.1, "ref_update_interval": 2}).run()
     assert parts.calls == [
-        *("push 0", "collect 0", "policy", "push 1"),
-        *("collect 1", "policy", "refresh", "push 2", "save iter_0000002"),
-        *("collect 2", "policy", "push 3", "save iter_0000003"),
+        *("push 0", "collect 0", "release", "policy", "push 1"),
+        *("collect 1", "release", "policy", "refresh", "push 2", "save iter_0000002"),
+        *("collect 2", "release", "policy", "push 3", "save iter_0000003"),
     ]
 
 
@@ -109,7 +109,9 @@ def test_a_resumed_run_goes_on_where_it_was_saved_and_a_finished_one_does_nothin
     controller(tmp_path, Recorded(4), rollout={"num_rollout": 2}).run()
     resumed = Recorded(4)
     folder = controller(tmp_path, resumed).run()
-    assert resumed.calls == ["load iter_0000002", "push 2", "collect 2", "policy", "push 3", "save iter_0000003"]
+    assert resumed.calls == [
+        *("load iter_0000002", "push 2", "collect 2", "release", "policy", "push 3", "save iter_0000003")
+    ]
     finished = Recorded(4)
     assert controller(tmp_path, finished).run() == folder
     assert finished.calls == ["load iter_0000003"]
@@ -136,8 +138,9 @@ def test_steps_of_a_rollout_are_averaged_and_skipped_ones_counted(tmp_path: Path
     parts = Recorded(4)
     algorithm = {"advantage_estimator": "ppo"}
     controller(tmp_path, parts, algorithm=algorithm, rollout={"num_rollout": 1}, trainer={"global_batch_size": 2}).run()
-    assert parts.calls[:6] == ["push 0", "collect 0", "critic", "policy", "critic", "policy"]
+    assert parts.calls[:7] == ["push 0", "collect 0", "release", "critic", "policy", "critic", "policy"]
     (row,) = parts.rows
-    assert row["train/loss"] == pytest.approx(5.0)  # of the calls 4 and 6
+    assert row["train/loss"] == pytest.approx(6.0)  # of the calls 5 and 7
     assert (row["train/skipped_steps"], row["train/critic-skipped_steps"]) == (2.0, 2.0)
     assert row["train/critic-value_loss"] == 1.0
+    assert row["perf/weights_gbytes"] == 1.0
