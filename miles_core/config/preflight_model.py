@@ -91,9 +91,13 @@ def _tokenizer_faults(config: RunConfig, folder: Path) -> list[str]:
 
 def _mtp_faults(config: RunConfig, model: _Model) -> list[str]:
     wanted, there = config.model.mtp_num_layers, model.geometry.mtp_num_layers
-    if wanted is None or wanted <= there:
-        return []
-    return [f"model.mtp_num_layers {wanted}, but the model has {there} MTP layer{'' if there == 1 else 's'}"]
+    if wanted is not None and wanted > there:
+        return [f"model.mtp_num_layers {wanted}, but the model has {there} MTP layer{'' if there == 1 else 's'}"]
+    scale = config.trainer.mtp_loss_scale
+    if scale and not (there if wanted is None else wanted):
+        what = "model.mtp_num_layers 0 leaves none of them" if there else f"{model.geometry.architecture} has none"
+        return [f"trainer.mtp_loss_scale {scale} trains MTP layers, but {what}: set trainer.mtp_loss_scale=0"]
+    return []
 
 
 def _length_faults(config: RunConfig, model: _Model) -> list[str]:

@@ -63,6 +63,11 @@ class TrainerConfig(Section):
     routing_replay: bool = True
     """R3: a MoE takes the experts in training that the rollout engine took (no effect on a dense model, nor in
     supervised fine-tuning)."""
+    mtp_loss_scale: float = Field(0.0, ge=0)
+    """Weight of the multi-token-prediction loss, the mean over the MTP layers; 0 leaves these layers as they are. 0.2
+    keeps a draft up with the policy."""
+    mtp_detach: bool = True
+    """Train the MTP layers alone: their loss moves neither the policy's layers nor its embedding and output layer."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
     critic_optimizer: OptimizerConfig | None = None
@@ -79,6 +84,8 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _layout_is_possible(self) -> "TrainerConfig":
+        if not self.mtp_detach and not self.mtp_loss_scale:
+            raise ValueError("trainer.mtp_detach=false has no effect with trainer.mtp_loss_scale 0: set it above 0")
         p = self.parallel
         model_parallel = p.tensor * p.pipeline
         if self.num_ranks % model_parallel:

@@ -14,8 +14,9 @@ from torch import Tensor
 from miles_core.algorithms.objective import ObjectiveInputs, policy_objective
 from miles_core.batching.micro_batch import MicroBatch
 from miles_core.config.algorithm import AlgorithmConfig
-from miles_core.trainer.megatron.log_probs import token_log_probs
+from miles_core.trainer.megatron.log_probs import TokenScores, token_log_probs
 from miles_core.trainer.megatron.model import PolicyModel
+from miles_core.trainer.megatron.mtp import MtpLoss
 from miles_core.trainer.megatron.routing_replay import RoutingReplay
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
@@ -76,12 +77,13 @@ class PolicyPass:
     model: PolicyModel
     algorithm: AlgorithmConfig
     temperature: float
+    mtp: MtpLoss | None = None
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs of the response tokens, float32 [N] for each micro-batch. No gradient."""
 
         def result(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-            log_probs, _ = self._scored(micro_batch, hidden, micro_batch.targets.unsqueeze(-1), with_entropy=False)
+            log_probs = self._scored(micro_batch, hidden, micro_batch.targets.unsqueeze(-1)).log_probs
             return log_probs.sum(), log_probs.squeeze(-1)
 
         return self.passes.forward(micro_batches, result)
@@ -96,14 +98,30 @@ class PolicyPass:
             scored = micro_batch.targets.unsqueeze(-1)
             if micro_batch.teacher_top_k_ids is not None:
                 scored = torch.cat([scored, micro_batch.teacher_top_k_ids], dim=-1)
-            log_probs, entropy = self._scored(micro_batch, hidden, scored, with_entropy=self.algorithm.entropy_coef > 0)
-            return policy_objective(_objective_inputs(micro_batch, log_probs, entropy), self.algorithm)
+            scores = self._scored(
+                micro_batch,
+                hidden,
+                scored,
+                with_entropy=self.algorithm.entropy_coef > 0,
+                with_top=self.mtp is not None,
+            )
+            value, metrics = policy_objective(_objective_inputs(micro_batch, scores), self.algorithm)
+            if self.mtp is None or scores.top_tokens is None:
+                return value, metrics
+            mtp_value, mtp_metrics = self.mtp(micro_batch, hidden, scores.top_tokens)
+            return value + mtp_value, metrics | mtp_metrics
 
         return self.passes.backward(micro_batches, loss)
 
     def _scored(
-        self, micro_batch: MicroBatch, hidden: Tensor, token_ids: Tensor, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        micro_batch: MicroBatch,
+        hidden: Tensor,
+        token_ids: Tensor,
+        *,
+        with_entropy: bool = False,
+        with_top: bool = False,
+    ) -> TokenScores:
         rows = self.model.output_inputs(hidden).index_select(0, micro_batch.logit_positions)
         geometry = self.model.geometry
         return token_log_probs(
@@ -114,6 +132,7 @@ class PolicyPass:
             vocab_size=geometry.vocab_size,
             logit_softcap=geometry.logit_softcap,
             with_entropy=with_entropy,
+            with_top=with_top,
         )
 
 
@@ -137,12 +156,12 @@ def _sum_gradients(model: list[DistributedDataParallel], num_tokens: Tensor | No
     finalize_model_grads(model, None, **kwargs)
 
 
-def _objective_inputs(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> ObjectiveInputs:
-    """`log_probs` [N, 1 + k] are those of the response tokens and of the teacher's likeliest ones."""
-    of_targets, old_log_probs = log_probs[:, 0], micro_batch.old_log_probs
+def _objective_inputs(micro_batch: MicroBatch, scores: TokenScores) -> ObjectiveInputs:
+    """`scores.log_probs` [N, 1 + k] are those of the response tokens and of the teacher's likeliest ones."""
+    of_targets, old_log_probs = scores.log_probs[:, 0], micro_batch.old_log_probs
     return ObjectiveInputs(
         log_probs=of_targets,
-        entropy=entropy,
+        entropy=scores.entropy,
         old_log_probs=of_targets.detach() if old_log_probs is None else old_log_probs,
         rollout_log_probs=micro_batch.rollout_log_probs,
         ref_log_probs=micro_batch.ref_log_probs,
@@ -150,6 +169,6 @@ def _objective_inputs(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tenso
         loss_mask=micro_batch.loss_mask,
         loss_weights=micro_batch.loss_weights,
         sequence_ids=micro_batch.sequence_ids,
-        top_k_log_probs=None if micro_batch.teacher_top_k_ids is None else log_probs[:, 1:],
+        top_k_log_probs=None if micro_batch.teacher_top_k_ids is None else scores.log_probs[:, 1:],
         teacher_top_k_log_probs=micro_batch.teacher_top_k_log_probs,
     )

@@ -79,6 +79,11 @@ def _truncated(folder: Path) -> None:
         (None, ["model.mtp_num_layers=2"], "model.mtp_num_layers 2, but the model has 1 MTP layer"),
         (
             None,
+            ["model.mtp_num_layers=0", "trainer.mtp_loss_scale=0.2"],
+            "trainer.mtp_loss_scale 0.2 trains MTP layers, but model.mtp_num_layers 0 leaves none of them",
+        ),
+        (
+            None,
             ["data.max_prompt_length=510", "rollout.sampling.max_new_tokens=4"],
             "data.max_prompt_length 510 + rollout.sampling.max_new_tokens 4 = 514 tokens, but the model takes 512",
         ),
@@ -97,6 +102,11 @@ def test_faults_of_a_model_folder(
 def test_a_random_model_is_checked_like_a_folder() -> None:
     found = faults_of("quantize.format=int4", "model.mtp_num_layers=2", "data.max_prompt_length=64")
     assert [fault.split(" ")[0] for fault in found] == ["model.mtp_num_layers", "data.max_prompt_length", "tensor"]
+
+
+def test_training_mtp_layers_needs_some() -> None:
+    (fault,) = faults_of("model.random.num_mtp_layers=0", "trainer.mtp_loss_scale=0.2")
+    assert fault.startswith("trainer.mtp_loss_scale 0.2 trains MTP layers, but Glm4MoeForCausalLM has none: set")
 
 
 def test_hub_paths_are_checked_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
