@@ -122,7 +122,7 @@ _FOLDERS = TemporaryDirectory(prefix="miles-models-")
 
 @cache
 def hf_folder(name: str) -> Path:
-    """A model of transformers' own class with random weights, biases and norms included; `NAME+mtp` with an MTP layer."""
+    """A model of transformers' own class with random weights, biases and norms too; `NAME+mtp` with an MTP layer."""
     folder = Path(_FOLDERS.name, name)
     folder.mkdir()
     if name == "glm4-moe-mtp":
