@@ -68,6 +68,9 @@ class TrainerConfig(Section):
     keeps a draft up with the policy."""
     mtp_detach: bool = True
     """Train the MTP layers alone: their loss moves neither the policy's layers nor its embedding and output layer."""
+    qat: bool = False
+    """Quantization-aware training: the forward pass sees weights rounded to the rollout's INT4 grid, of
+    quantize.group_size, and their gradient goes straight through. Needs quantize.format=int4 or int4_linear."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
     critic_optimizer: OptimizerConfig | None = None

@@ -15,16 +15,21 @@ from conversion.families import rules_for
 from conversion.geometry import ModelGeometry
 from conversion.hf_to_torch_dist import HF_FOLDER, TENSORS_FILE
 from conversion.mtp import megatron_mtp_layers
+from conversion.quantization.formats import format_spec
+from conversion.quantization.policy import quantized_names
 from conversion.torch_dist_reader import TorchDistFolder
 from miles_core.algorithms.objective import finalize_metrics
 from miles_core.algorithms.value_objective import finalize_value_metrics
 from miles_core.config.run import RunConfig
 from miles_core.device import current_device
+from miles_core.precision.int4_qat import Int4AwareProducts, stored_dtype
+from miles_core.precision.products import Products
 from miles_core.trainer.megatron import checkpoint as checkpoints
 from miles_core.trainer.megatron import parallel
 from miles_core.trainer.megatron.batches import Batches
 from miles_core.trainer.megatron.critic import Critic
 from miles_core.trainer.megatron.forward_backward import ModelPass, PolicyPass, data_parallel
+from miles_core.trainer.megatron.linear import use_products
 from miles_core.trainer.megatron.model import PolicyModel
 from miles_core.trainer.megatron.model_config import transformer_config
 from miles_core.trainer.megatron.mtp import MtpLoss
@@ -90,9 +95,20 @@ class MegatronTrainer:
             parallel.leave()
             raise
 
+    def _products(self) -> Products | None:
+        """How the policy's linear layers and experts multiply (those of a critic do so plainly); None: plainly."""
+        if not self._config.trainer.qat:
+            return None
+        quantize = self._config.quantize
+        spec = format_spec(quantize.format, quantize.group_size)
+        shapes = {name: shape for rule in self._rules for name, shape in rule.hf_shapes().items()}
+        return Int4AwareProducts(spec, stored_dtype(quantized_names(shapes, spec.format), self._hf_dtypes))
+
     def _build_policy(self, model: PolicyModel, weights: Path) -> None:
         config = self._config
         self._model = model.to(current_device())
+        if (products := self._products()) is not None:
+            use_products(self._model, products)
         checkpoints.load_weights(self._model, weights)
         ddp = data_parallel(self._model)
         temperature, scale = config.rollout.sampling.temperature, config.trainer.mtp_loss_scale

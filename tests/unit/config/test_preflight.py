@@ -109,6 +109,13 @@ def test_training_mtp_layers_needs_some() -> None:
     assert fault.startswith("trainer.mtp_loss_scale 0.2 trains MTP layers, but Glm4MoeForCausalLM has none: set")
 
 
+def test_groups_must_lie_on_one_tensor_parallel_rank() -> None:
+    options = ("quantize.format=int4_linear", "trainer.qat=true", "trainer.num_ranks=2", "trainer.parallel.tensor=2")
+    (fault,) = faults_of(*options, "quantize.group_size=32", "model.random.moe_ffn_hidden_size=32")
+    assert "cuts groups of 32 in model.layers.1.mlp.shared_experts.down_proj.weight of width 32" in fault
+    assert faults_of(*options, "quantize.group_size=16") == []
+
+
 def test_hub_paths_are_checked_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     assert faults_of("model.path=hf://org/name") == []
