@@ -1,7 +1,11 @@
-"""export: the trained weights as a Hugging Face folder that transformers and SGLang load."""
+"""export: the trained weights as Hugging Face folders that transformers and SGLang load.
+
+Two steps: the weights as they were trained, and from these the weights in the rollout's number format.
+"""
 
 from pathlib import Path
 
+from tasks.quantize import quantize, quantize_settings
 from tasks.stage import StageJob, StageResult, StageSpec, in_work_dir
 
 
@@ -18,3 +22,6 @@ def export(job: StageJob, out: Path) -> StageResult:
 
 
 EXPORT = StageSpec("export", kind="exported_model", version=1, reads=lambda config: {}, run=in_work_dir(export))
+EXPORT_QUANTIZED = StageSpec(
+    "export", kind="exported_rollout_model", version=1, reads=quantize_settings, run=in_work_dir(quantize)
+)

@@ -1,9 +1,11 @@
 """The pipeline: its steps in order, and what each takes from which.
 
-               ┌─► convert ──────────────┐
-download ──────┤                         ├─► train ─► export ─► evaluate-exported ─┐
-               └─► quantize ─────────────┘                                         ├─► upload
-                        └─► evaluate-initial ──────────────────────────────────────┘
+               ┌─► convert ──┐
+download ──────┤             ├─► train ─► export ─► export-quantized ─► evaluate-exported ─┐
+               └─► quantize ─┘                                                             ├─► upload
+                        └─► evaluate-initial ──────────────────────────────────────────────┘
+
+Both models are evaluated in the number format in which they are rolled out; quantize.format=none passes them through.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,7 @@ from storage.manifest import ArtifactRef
 from tasks.convert import CONVERT
 from tasks.download import DOWNLOAD
 from tasks.evaluate import EVALUATE
-from tasks.export import EXPORT
+from tasks.export import EXPORT, EXPORT_QUANTIZED
 from tasks.progress import stage_progress
 from tasks.quantize import QUANTIZE
 from tasks.stage import Reuse, StageJob, StageOutcome, StageSpec, run_stage
@@ -41,8 +43,9 @@ _BEFORE_UPLOAD = (
     Step("quantize", QUANTIZE, {"model": "download"}),
     Step("train", TRAIN, {"model": "convert", "rollout_model": "quantize"}),
     Step("export", EXPORT, {"training": "train", "model": "convert"}),
+    Step("export-quantized", EXPORT_QUANTIZED, {"model": "export"}),
     Step("evaluate-initial", EVALUATE, {"model": "quantize"}),
-    Step("evaluate-exported", EVALUATE, {"model": "export"}),
+    Step("evaluate-exported", EVALUATE, {"model": "export-quantized"}),
 )
 PIPELINE = (*_BEFORE_UPLOAD, Step("upload", UPLOAD, {step.name: step.name for step in _BEFORE_UPLOAD}))
 

@@ -1,8 +1,15 @@
 """quantize: the model in the number format in which the rollout engine holds it."""
 
 from pathlib import Path
+from typing import Any
 
+from miles_core.config.run import RunConfig
 from tasks.stage import StageJob, StageResult, StageSpec, in_work_dir
+
+
+def quantize_settings(config: RunConfig) -> dict[str, Any]:
+    """The number format."""
+    return config.quantize.model_dump(mode="json")
 
 
 def quantize(job: StageJob, out: Path) -> StageResult:
@@ -17,6 +24,6 @@ QUANTIZE = StageSpec(
     "quantize",
     kind="rollout_model",
     version=1,
-    reads=lambda config: config.quantize.model_dump(mode="json"),
+    reads=quantize_settings,
     run=in_work_dir(quantize),
 )

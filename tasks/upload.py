@@ -3,6 +3,7 @@
     {upload.uri}/
       {key}/                    one folder a release, never written to again once it is complete
         config.json, *.safetensors, tokenizer files ...
+        quantized/              the same in the number format of quantize.format, unless that is none
         evaluation/initial/     scores of the model that the run started from
         evaluation/exported/    scores of this one
         lineage.json            every stage's manifest, without the lists of files
@@ -28,6 +29,7 @@ RECEIPT_FILE = "receipt.json"
 _LATEST = "latest"
 _LINEAGE = "lineage.json"
 _FOLDERS = {"export": "", "evaluate-initial": "evaluation/initial/", "evaluate-exported": "evaluation/exported/"}
+_QUANTIZED_FOLDER = {"export-quantized": "quantized/"}
 
 
 def reads(config: RunConfig) -> dict[str, Any]:
@@ -67,6 +69,11 @@ def is_current(job: StageJob, receipt: ArtifactRef) -> bool:
     )
 
 
+def _folders(config: RunConfig) -> dict[str, str]:
+    """Step whose artifact is published -> folder inside the release."""
+    return _FOLDERS if config.quantize.format == "none" else _FOLDERS | _QUANTIZED_FOLDER
+
+
 def _endpoint(config: RunConfig) -> str | None:
     return config.upload.endpoint_url or config.store.endpoint_url
 
@@ -79,7 +86,7 @@ def _lineage(job: StageJob) -> dict[str, Any]:
 def _release_manifest(job: StageJob, lineage: list[FileEntry]) -> Manifest:
     exported = job.store.manifest(job.inputs["export"])
     files = [entry.model_copy(update={"volatile": True}) for entry in lineage]
-    for name, folder in _FOLDERS.items():
+    for name, folder in _folders(job.config).items():
         entries = job.store.manifest(job.inputs[name]).files
         files += [entry.model_copy(update={"name": folder + entry.name}) for entry in entries]
     return exported.model_copy(
@@ -111,7 +118,7 @@ def _send(job: StageJob, out: Path, uri: str, manifest: Manifest) -> int:
     target = f"{uri.rstrip('/')}/{job.key}"
     lineage = [entry for entry in manifest.files if entry.name == _LINEAGE]
     moved = upload_folder(out, target, endpoint, lineage).moved_files
-    for name, folder in _FOLDERS.items():
+    for name, folder in _folders(job.config).items():
         files = job.store.manifest(job.inputs[name]).files
         report = upload_folder(
             job.fetch(name), f"{target}/{folder}".rstrip("/"), endpoint, files, progress=job.progress

@@ -78,7 +78,7 @@ class Codec:
     def weight_shape(self, stored: Sequence[Sequence[int]]) -> tuple[int, int]:
         """Shape of a weight, from the shapes of its stored tensors in the order of `suffixes`."""
         out, width = stored[0]
-        if self.spec.format in ("int4", "nvfp4"):
+        if self.spec.is_int4 or self.spec.format == "nvfp4":
             width = stored[1][1] * self.spec.group_size
         return out, width
 

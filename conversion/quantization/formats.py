@@ -1,18 +1,19 @@
 """The number formats of rollout weights and their entries in config.json, in both directions. No torch.
 
-| format | element | scale                                                        | quantized                     |
-|--------|---------|--------------------------------------------------------------|-------------------------------|
-| fp8    | e4m3    | fp32 = absmax / 448 of a block of 128 x 128                  | every linear layer of a block |
-| mxfp8  | e4m3    | power of two (UE8M0, a byte) of 32 values along the input    | as fp8                        |
-| int4   | -7..7   | bf16 = absmax / 7 of `group_size` values along the input     | routed experts                |
-| nvfp4  | e2m1    | e4m3 of 16 values along the input, times one fp32 a tensor   | routed experts                |
+| format      | element | scale                                                      | quantized                     |
+|-------------|---------|------------------------------------------------------------|-------------------------------|
+| fp8         | e4m3    | fp32 = absmax / 448 of a block of 128 x 128                | every linear layer of a block |
+| mxfp8       | e4m3    | power of two (UE8M0, a byte) of 32 values along the input  | as fp8                        |
+| int4        | -7..7   | bf16 = absmax / 7 of `group_size` values along the input   | routed experts                |
+| int4_linear | -7..7   | as int4                                                    | as fp8                        |
+| nvfp4       | e2m1    | e4m3 of 16 values along the input, times one fp32 a tensor | routed experts                |
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Format = Literal["fp8", "mxfp8", "int4", "nvfp4"]
+Format = Literal["fp8", "mxfp8", "int4", "int4_linear", "nvfp4"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 FP8_BLOCK = 128
@@ -51,22 +52,32 @@ class QuantizationError(ValueError):
 
 @dataclass(frozen=True)
 class FormatSpec:
-    """A format with its group size, which is free in int4 alone."""
+    """A format with its group size, which is free in the INT4 formats alone."""
 
     format: Format
     group_size: int = 0  # values along the input that share a scale; 0 for fp8, whose blocks are squares
+
+    @property
+    def is_int4(self) -> bool:
+        return self.format in ("int4", "int4_linear")
 
     def __str__(self) -> str:
         return f"{self.format} in groups of {self.group_size}" if self.group_size else self.format
 
 
 def format_spec(format: str, group_size: int) -> FormatSpec:
-    """The spec of `quantize.format` and `quantize.group_size` (read for int4 alone).
+    """The spec of `quantize.format` and `quantize.group_size` (read for INT4 alone).
 
     Raises:
         QuantizationError: no such format.
     """
-    groups: dict[str, int] = {"fp8": 0, "mxfp8": MXFP8_GROUP, "int4": group_size, "nvfp4": NVFP4_GROUP}
+    groups: dict[str, int] = {
+        "fp8": 0,
+        "mxfp8": MXFP8_GROUP,
+        "int4": group_size,
+        "int4_linear": group_size,
+        "nvfp4": NVFP4_GROUP,
+    }
     if format not in groups:
         raise QuantizationError(f"quantize.format {format!r} is unknown; choose one of none, {', '.join(FORMATS)}")
     return FormatSpec(format, groups[format])  # type: ignore[arg-type]  # a key of groups is a Format
@@ -136,7 +147,7 @@ def config_entry(spec: FormatSpec, kept: Sequence[str]) -> dict[str, Any]:
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": list(_KEPT_BESIDE_EXPERTS),
+        "ignore": list(_KEPT_BESIDE_EXPERTS) if spec.format == "int4" else sorted(kept),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
@@ -166,7 +177,8 @@ def spec_of_entry(entry: Mapping[str, Any] | None) -> FormatSpec | None:
         weights = groups[0].get("weights") or {} if len(groups) == 1 else {}
         scheme = {key: weights.get(key) for key in ("num_bits", "type", "symmetric", "strategy")}
         if scheme == {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}:
-            return FormatSpec("int4", weights["group_size"])
+            keeps_attention = any("self_attn" in module for module in entry.get("ignore", ()))
+            return FormatSpec("int4" if keeps_attention else "int4_linear", weights["group_size"])
     found = {key: value for key, value in entry.items() if isinstance(value, str | int | list) and key != "ignore"}
     raise QuantizationError(
         f"the checkpoint is quantized in a format that is not supported: {found}. Supported are FP8 (e4m3) in blocks "

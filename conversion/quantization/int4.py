@@ -50,18 +50,21 @@ def dequantize_int4(packed: torch.Tensor, scale: torch.Tensor, shape: torch.Tens
 
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, group_size: int) -> torch.Tensor:
-        return _restore(*_round_to_grid(weight, group_size), weight.dtype)
+    def forward(ctx: Any, weight: torch.Tensor, group_size: int, stored: torch.dtype) -> torch.Tensor:
+        return _restore(*_round_to_grid(weight.to(stored), group_size), weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0], None, None
 
 
-def fake_quantize_int4(weight: torch.Tensor, group_size: int) -> torch.Tensor:
+def fake_quantize_int4(weight: torch.Tensor, group_size: int, stored: torch.dtype | None = None) -> torch.Tensor:
     """`weight` [out, in] rounded to the grid of `quantize_int4`, in its own dtype; the gradient passes unchanged
-    (straight-through estimator, Bengio et al. 2013), for quantization-aware training."""
-    return _FakeQuantize.apply(weight, group_size)
+    (straight-through estimator, Bengio et al. 2013), for quantization-aware training.
+
+    `stored` is the dtype that the weight has when `quantize_int4` gets it; None: its own.
+    """
+    return _FakeQuantize.apply(weight, group_size, stored or weight.dtype)
 
 
 def _round_to_grid(weight: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,13 @@ _LINEAR = _EXPERTS | frozenset(
     [f"self_attn.{part}.weight" for part in (*_ATTENTION, *_LATENT_ATTENTION, "indexer.wq_b")]
     + [f"{mlp}.{part}.weight" for mlp in ("mlp", "mlp.shared_experts", "mlp.shared_expert") for part in _MLP]
 )
-QUANTIZED: dict[Format, frozenset[str]] = {"fp8": _LINEAR, "mxfp8": _LINEAR, "int4": _EXPERTS, "nvfp4": _EXPERTS}
+QUANTIZED: dict[Format, frozenset[str]] = {
+    "fp8": _LINEAR,
+    "mxfp8": _LINEAR,
+    "int4": _EXPERTS,
+    "int4_linear": _LINEAR,
+    "nvfp4": _EXPERTS,
+}
 
 _EMBEDDINGS = frozenset({"model.embed_tokens.weight", "embed_tokens.weight"})
 # Matrices that stay in every format. A matrix in neither list is an error, so that none is forgotten in silence.
@@ -79,7 +85,7 @@ def group_fault(shape: Shape, spec: FormatSpec) -> str | None:
     """Why a weight [out, in] can't be cut into groups along its input; None if it can."""
     if not spec.group_size or shape[-1] % spec.group_size == 0:
         return None
-    option = "quantize.group_size" if spec.format == "int4" else "quantize.format"
+    option = "quantize.group_size" if spec.is_int4 else "quantize.format"
     return f"its input width {shape[-1]} is no multiple of the group size {spec.group_size} of {spec.format} ({option})"
 
 
@@ -111,7 +117,7 @@ def preflight_quantize(
         architecture = (config.get("architectures") or ["the model"])[0]
         return [
             f"quantize.format={format} packs routed experts only, and {architecture} has none: "
-            "choose quantize.format=fp8 or none"
+            "choose quantize.format=int4_linear, fp8 or none"
         ]
     faulty = [name for name in names if group_fault(shapes[name], spec)]
     if not faulty:

@@ -12,6 +12,7 @@ from miles_core.algorithms.gspo import gspo
 from miles_core.algorithms.kl import kl_divergence, unbiased_kl
 from miles_core.algorithms.masking import masked, weighted_sum
 from miles_core.algorithms.mismatch import effective_sample_ratio, logprob_abs_diff, mismatch_kl
+from miles_core.algorithms.mtp import finalize_mtp_metrics, without_mtp
 from miles_core.algorithms.off_policy import off_policy_correction
 from miles_core.algorithms.opsm import off_policy_sequence_mask
 from miles_core.algorithms.policy_loss import ClippedLoss, ppo_clip
@@ -83,11 +84,12 @@ def policy_objective(inputs: ObjectiveInputs, config: AlgorithmConfig) -> tuple[
 
 
 def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Values to report, from the metrics of `policy_objective` added up over the global batch.
+    """Values to report, from the metrics of `policy_objective` (and `mtp_objective`) added up over the global batch.
 
     Loss terms and counts stay as they are. Diagnostics become weighted means: divided by the sum of the weights, which
     is 1 but for samples without trainable tokens and for loss_aggregation=constant. `sum:` pieces make `ess_ratio`.
     """
+    drafts, sums = finalize_mtp_metrics(sums), without_mtp(sums)
     total = sums["sum:loss_weights"]
     final = {
         name: value if name in LOSS_TERMS + COUNTS else value / total
@@ -98,7 +100,7 @@ def finalize_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         final["ess_ratio"] = effective_sample_ratio(
             sums["sum:ratio"], sums["sum:squared_ratio"], sums["trainable_tokens"]
         )
-    return final
+    return final | drafts
 
 
 def _policy_gradient(

@@ -64,6 +64,19 @@ class MicroBatch:
 
         return _moved(self, device)
 
+    def earlier_positions(self, places: int) -> tuple[Tensor, Tensor]:
+        """Where the states lie that are `places` before `logit_positions` in the same sequence.
+
+        Returns flat positions int64 [N], and bool [N]: False where the sequence has no such place (the position is 0).
+        """
+        rows = self.tokens.shape[0]
+        if self.packed is None:
+            in_sequence = self.logit_positions // rows
+        else:
+            in_sequence = self.packed.places[self.logit_positions] % self.packed.longest
+        exists = in_sequence >= places
+        return torch.where(exists, self.logit_positions - places * rows, 0), exists
+
     def split(self, per_token: Tensor) -> list[Tensor]:
         """Values of the response tokens [N] as one tensor [R] for each sample."""
         return list(per_token.split(self.response_lengths))

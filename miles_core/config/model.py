@@ -77,9 +77,11 @@ class ModelConfig(Section):
 
 
 class QuantizeConfig(Section):
-    """Number format of the rollout engine's weights. Training stays in `trainer.precision`."""
+    """Number format of the rollout engine's weights, and of the second export. Training stays in `trainer.precision`,
+    `trainer.qat` and `trainer.fp8`."""
 
-    format: Literal["none", "fp8", "int4"] = "none"
-    """none: as trained. fp8: e4m3 in blocks of 128 x 128. int4: symmetric groups along the input, experts only."""
+    format: Literal["none", "fp8", "int4", "int4_linear"] = "none"
+    """none: as trained. fp8: e4m3 in blocks of 128 x 128. int4: symmetric groups along the input, routed experts only.
+    int4_linear: the same in every linear layer but router, embedding and output layer."""
     group_size: int = Field(128, ge=1)
     """Length of an INT4 group; must divide the input width of every quantized tensor."""

@@ -99,9 +99,13 @@ def _tokenizer_faults(config: RunConfig, folder: Path) -> list[str]:
 
 def _mtp_faults(config: RunConfig, model: _Model) -> list[str]:
     wanted, there = config.model.mtp_num_layers, model.geometry.mtp_num_layers
-    if wanted is None or wanted <= there:
-        return []
-    return [f"model.mtp_num_layers {wanted}, but the model has {there} MTP layer{'' if there == 1 else 's'}"]
+    if wanted is not None and wanted > there:
+        return [f"model.mtp_num_layers {wanted}, but the model has {there} MTP layer{'' if there == 1 else 's'}"]
+    scale = config.trainer.mtp_loss_scale
+    if scale and not (there if wanted is None else wanted):
+        what = "model.mtp_num_layers 0 leaves none of them" if there else f"{model.geometry.architecture} has none"
+        return [f"trainer.mtp_loss_scale {scale} trains MTP layers, but {what}: set trainer.mtp_loss_scale=0"]
+    return []
 
 
 def _length_faults(config: RunConfig, model: _Model) -> list[str]:
@@ -118,4 +122,16 @@ def _length_faults(config: RunConfig, model: _Model) -> list[str]:
 def _quantize_faults(config: RunConfig, model: _Model) -> list[str]:
     if model.shapes is None:
         return []
-    return preflight_quantize(model.config, model.shapes, config.quantize.format, config.quantize.group_size)
+    quantize, tensor = config.quantize, config.trainer.parallel.tensor
+    faults = preflight_quantize(model.config, model.shapes, quantize.format, quantize.group_size)
+    if faults or not config.trainer.qat or quantize.format != "int4_linear" or tensor == 1:
+        return faults
+    # Tensor-parallel ranks share the input of these two: a group must lie on one rank.
+    split = {n: s[-1] for n, s in model.shapes.items() if n.endswith(("o_proj.weight", "down_proj.weight"))}
+    cut = [f"{n} of width {w}" for n, w in split.items() if ".experts." not in n and w % (quantize.group_size * tensor)]
+    if not cut:
+        return []
+    return [
+        f"trainer.qat=true with trainer.parallel.tensor {tensor} cuts groups of {quantize.group_size} in {cut[0]}: "
+        "lower quantize.group_size or trainer.parallel.tensor"
+    ]

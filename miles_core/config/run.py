@@ -146,7 +146,7 @@ class RunConfig(Section):
                 "a rollout: the later ones train on responses of an older policy, held in check by the loss's own clip "
                 "alone; algorithm.off_policy.method and algorithm.opsm_delta bound it further"
             )
-        if self.quantize.format != "none":
+        if self.quantize.format != "none" and not self.trainer.qat:
             found.append(
                 f"quantize.format={self.quantize.format}: the rollout's model is not quite the trained one, and "
                 "nothing corrects the difference; set algorithm.off_policy.method, for instance to tis"
@@ -155,7 +155,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "RunConfig":
-        faults = [*_batch_faults(self), *_data_faults(self), *_algorithm_faults(self), *_weight_sync_faults(self)]
+        faults = [
+            *_batch_faults(self),
+            *_data_faults(self),
+            *_algorithm_faults(self),
+            *_weight_sync_faults(self),
+            *_precision_faults(self),
+        ]
         if self.algorithm.is_supervised:
             faults += _supervised_faults(self)
         if faults:
@@ -279,6 +285,15 @@ def _broadcast_faults(config: RunConfig) -> list[str]:
     if config.quantize.format == "int4":
         faults.append("can not bring quantize.format=int4, whose kernels hold the weights in a layout of their own")
     return faults
+
+
+def _precision_faults(config: RunConfig) -> list[str]:
+    if config.trainer.qat and not config.quantize.format.startswith("int4"):
+        return [
+            f"trainer.qat=true trains for an INT4 rollout, found quantize.format={config.quantize.format}: set it to "
+            "int4 or int4_linear"
+        ]
+    return []
 
 
 def _supervised_faults(config: RunConfig) -> list[str]:

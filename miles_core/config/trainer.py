@@ -65,6 +65,14 @@ class TrainerConfig(Section):
     routing_replay: bool = True
     """R3: a MoE takes the experts in training that the rollout engine took (no effect on a dense model, nor in
     supervised fine-tuning)."""
+    mtp_loss_scale: float = Field(0.0, ge=0)
+    """Weight of the multi-token-prediction loss, the mean over the MTP layers; 0 leaves these layers as they are. 0.2
+    keeps a draft up with the policy."""
+    mtp_detach: bool = True
+    """Train the MTP layers alone: their loss moves neither the policy's layers nor its embedding and output layer."""
+    qat: bool = False
+    """Quantization-aware training: the forward pass sees weights rounded to the rollout's INT4 grid, of
+    quantize.group_size, and their gradient goes straight through. Needs quantize.format=int4 or int4_linear."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
     recompute: Literal["none", "full"] = "none"
@@ -83,7 +91,15 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _layout_is_possible(self) -> "TrainerConfig":
+        if not self.mtp_detach and not self.mtp_loss_scale:
+            raise ValueError("trainer.mtp_detach=false has no effect with trainer.mtp_loss_scale 0: set it above 0")
         p = self.parallel
+        if self.mtp_loss_scale and p.context > 1:
+            raise ValueError(
+                f"trainer.mtp_loss_scale {self.mtp_loss_scale} with trainer.parallel.context {p.context}: MTP layers "
+                "look back within a sequence, whose tokens then lie on several ranks; set trainer.mtp_loss_scale=0 or "
+                "trainer.parallel.context=1"
+            )
         model_parallel = p.tensor * p.context * p.pipeline
         if self.num_ranks % model_parallel:
             raise ValueError(

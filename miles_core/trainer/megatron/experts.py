@@ -10,8 +10,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from miles_core.precision.products import PlainProducts, Products
 from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig
 
 
@@ -23,7 +23,7 @@ class FixedBiasRouter(TopKRouter):
 
 
 class GroupedExperts(MegatronModule):
-    """Gated MLPs w2(act(gate(x)) * up(x)), one matrix product for all experts of the rank (torch grouped_mm).
+    """Gated MLPs w2(act(gate(x)) * up(x)), one matrix product for all experts of the rank.
 
     Parameters: `fc1` [experts, 2 * width, hidden], gate first, and `fc2` [experts, hidden, width]. In a checkpoint each
     expert has its own keys, those of megatron-core's SequentialMLP.
@@ -36,6 +36,7 @@ class GroupedExperts(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
+        self.products: Products = PlainProducts()
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         self.fc1 = nn.Parameter(torch.empty(num_local_experts, 2 * width, hidden, dtype=config.params_dtype))
         self.fc2 = nn.Parameter(torch.empty(num_local_experts, hidden, width, dtype=config.params_dtype))
@@ -48,11 +49,11 @@ class GroupedExperts(MegatronModule):
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens [m, hidden] sorted by expert, int64 [experts] how many each has, gate weights [m] -> [m, hidden]."""
         ends = tokens_per_expert.cumsum(0).to(device=tokens.device, dtype=torch.int32)
-        gate, up = F.grouped_mm(tokens, self.fc1.transpose(1, 2), offs=ends).chunk(2, -1)
+        gate, up = self.products.grouped(tokens, self.fc1, ends).chunk(2, -1)
         hidden = self.config.activation_func(gate) * up
         # Scaling here instead of the output moves a factor through a linear map, over fewer elements.
         hidden = (hidden * probs.unsqueeze(-1)).to(tokens.dtype)
-        return F.grouped_mm(hidden, self.fc2.transpose(1, 2), offs=ends), None
+        return self.products.grouped(hidden, self.fc2, ends), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

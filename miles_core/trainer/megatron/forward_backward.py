@@ -15,8 +15,9 @@ from miles_core.algorithms.objective import ObjectiveInputs, policy_objective
 from miles_core.batching.micro_batch import MicroBatch
 from miles_core.config.algorithm import AlgorithmConfig
 from miles_core.trainer.megatron.context import join_scored
-from miles_core.trainer.megatron.log_probs import token_log_probs
+from miles_core.trainer.megatron.log_probs import TokenScores, token_log_probs
 from miles_core.trainer.megatron.model import PolicyModel
+from miles_core.trainer.megatron.mtp import MtpLoss
 from miles_core.trainer.megatron.routing_replay import RoutingReplay
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Any]]
@@ -77,12 +78,13 @@ class PolicyPass:
     model: PolicyModel
     algorithm: AlgorithmConfig
     temperature: float
+    mtp: MtpLoss | None = None
 
     def log_probs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Log-probs of the response tokens, float32 [N] for each micro-batch. No gradient."""
 
         def result(micro_batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-            log_probs, _ = self._scored(micro_batch, hidden, micro_batch.targets.unsqueeze(-1), with_entropy=False)
+            log_probs = self._scored(micro_batch, hidden, micro_batch.targets.unsqueeze(-1)).log_probs
             return log_probs.sum(), log_probs.squeeze(-1)
 
         return self.passes.forward(micro_batches, result)
@@ -97,17 +99,33 @@ class PolicyPass:
             scored = micro_batch.targets.unsqueeze(-1)
             if micro_batch.teacher_top_k_ids is not None:
                 scored = torch.cat([scored, micro_batch.teacher_top_k_ids], dim=-1)
-            log_probs, entropy = self._scored(micro_batch, hidden, scored, with_entropy=self.algorithm.entropy_coef > 0)
-            return policy_objective(_objective_inputs(micro_batch, log_probs, entropy), self.algorithm)
+            scores = self._scored(
+                micro_batch,
+                hidden,
+                scored,
+                with_entropy=self.algorithm.entropy_coef > 0,
+                with_top=self.mtp is not None,
+            )
+            value, metrics = policy_objective(_objective_inputs(micro_batch, scores), self.algorithm)
+            if self.mtp is None or scores.top_tokens is None:
+                return value, metrics
+            mtp_value, mtp_metrics = self.mtp(micro_batch, hidden, scores.top_tokens)
+            return value + mtp_value, metrics | mtp_metrics
 
         return self.passes.backward(micro_batches, loss)
 
     def _scored(
-        self, micro_batch: MicroBatch, hidden: Tensor, token_ids: Tensor, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        micro_batch: MicroBatch,
+        hidden: Tensor,
+        token_ids: Tensor,
+        *,
+        with_entropy: bool = False,
+        with_top: bool = False,
+    ) -> TokenScores:
         rows = self.model.output_inputs(hidden).index_select(0, micro_batch.logit_positions)
         geometry, scored, count = self.model.geometry, micro_batch.scored, len(token_ids)
-        log_probs, entropy = token_log_probs(
+        scores = token_log_probs(
             rows,
             self.model.output_weight(),
             token_ids if scored is None else token_ids[scored],
@@ -115,8 +133,15 @@ class PolicyPass:
             vocab_size=geometry.vocab_size,
             logit_softcap=geometry.logit_softcap,
             with_entropy=with_entropy,
+            with_top=with_top,
         )
-        return join_scored(log_probs, scored, count), None if entropy is None else join_scored(entropy, scored, count)
+
+        def joined(part: Tensor | None) -> Tensor | None:
+            return None if part is None else join_scored(part, scored, count)
+
+        return TokenScores(
+            join_scored(scores.log_probs, scored, count), joined(scores.entropy), joined(scores.top_tokens)
+        )
 
 
 # What our loss functions report as the number of tokens: the loss is weighted already, so nothing may divide by it.
@@ -139,12 +164,12 @@ def _sum_gradients(model: list[DistributedDataParallel], num_tokens: Tensor | No
     finalize_model_grads(model, None, **kwargs)
 
 
-def _objective_inputs(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tensor | None) -> ObjectiveInputs:
-    """`log_probs` [N, 1 + k] are those of the response tokens and of the teacher's likeliest ones."""
-    of_targets, old_log_probs = log_probs[:, 0], micro_batch.old_log_probs
+def _objective_inputs(micro_batch: MicroBatch, scores: TokenScores) -> ObjectiveInputs:
+    """`scores.log_probs` [N, 1 + k] are those of the response tokens and of the teacher's likeliest ones."""
+    of_targets, old_log_probs = scores.log_probs[:, 0], micro_batch.old_log_probs
     return ObjectiveInputs(
         log_probs=of_targets,
-        entropy=entropy,
+        entropy=scores.entropy,
         old_log_probs=of_targets.detach() if old_log_probs is None else old_log_probs,
         rollout_log_probs=micro_batch.rollout_log_probs,
         ref_log_probs=micro_batch.ref_log_probs,
@@ -152,6 +177,6 @@ def _objective_inputs(micro_batch: MicroBatch, log_probs: Tensor, entropy: Tenso
         loss_mask=micro_batch.loss_mask,
         loss_weights=micro_batch.loss_weights,
         sequence_ids=micro_batch.sequence_ids,
-        top_k_log_probs=None if micro_batch.teacher_top_k_ids is None else log_probs[:, 1:],
+        top_k_log_probs=None if micro_batch.teacher_top_k_ids is None else scores.log_probs[:, 1:],
         teacher_top_k_log_probs=micro_batch.teacher_top_k_log_probs,
     )

@@ -14,7 +14,6 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from conversion.geometry import ModelGeometry
 from miles_core.trainer.megatron.attention import CoreAttention
+from miles_core.trainer.megatron.draft_layer import DraftLayer
 from miles_core.trainer.megatron.experts import FixedBiasRouter, GroupedExperts
 from miles_core.trainer.megatron.latent_attention import LatentAttention
 from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig
@@ -52,7 +52,7 @@ def mtp_spec(geometry: ModelGeometry, mtp_num_layers: int) -> MultiTokenPredicti
     return MultiTokenPredictionBlockSubmodules(
         layer_specs=[
             ModuleSpec(
-                module=MultiTokenPredictionLayer,
+                module=DraftLayer,
                 submodules=MultiTokenPredictionLayerSubmodules(
                     enorm=RmsNorm,
                     hnorm=RmsNorm,

@@ -4,7 +4,7 @@ A vocabulary of 150 thousand times 32 thousand tokens would be 20 GB in fp32. So
 at a time, and again in the backward pass.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 LOGITS_AT_ONCE = 2**27  # 512 MiB in fp32
+
+
+class TokenScores(NamedTuple):
+    """What N distributions over the vocabulary say; None: not asked for."""
+
+    log_probs: Tensor  # fp32 [N, m], of m tokens each
+    entropy: Tensor | None  # fp32 [N]
+    top_tokens: Tensor | None  # int64 [N], the likeliest token; no gradient
 
 
 def token_log_probs(
@@ -24,7 +32,8 @@ def token_log_probs(
     vocab_size: int,
     logit_softcap: float | None = None,
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+    with_top: bool = False,
+) -> TokenScores:
     """log softmax(hidden @ weight^T / temperature)[targets] in fp32, differentiable, with any tensor-parallel layout.
 
     Args:
@@ -35,16 +44,16 @@ def token_log_probs(
         vocab_size: true size of the vocabulary.
         logit_softcap: logits pass cap * tanh(logit / cap) first (Gemma 2).
         with_entropy: also give the entropy of each distribution.
-
-    Returns:
-        log-probs fp32 [N, m], entropy fp32 [N] or None.
+        with_top: also give the likeliest token of each.
     """
 
-    def rows(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    def rows(hidden: Tensor, targets: Tensor) -> TokenScores:
         logits = torch.nn.functional.linear(hidden, output_weight).float()
         if logit_softcap is not None:
             logits = logit_softcap * torch.tanh(logits / logit_softcap)
-        return _VocabularyParallel.apply(logits / temperature, targets, vocab_size, with_entropy)
+        return TokenScores(
+            *_VocabularyParallel.apply(logits / temperature, targets, vocab_size, with_entropy, with_top)
+        )
 
     chunk = max(LOGITS_AT_ONCE // len(output_weight), 1)
     if len(targets) <= chunk:
@@ -53,8 +62,10 @@ def token_log_probs(
         checkpoint(rows, h, t, use_reentrant=False)
         for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)
     ]
-    log_probs, entropies = zip(*parts, strict=True)
-    return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None
+    log_probs, entropies, tops = zip(*parts, strict=True)
+    return TokenScores(
+        torch.cat(log_probs), torch.cat(entropies) if with_entropy else None, torch.cat(tops) if with_top else None
+    )
 
 
 class _VocabularyParallel(torch.autograd.Function):
@@ -65,14 +76,20 @@ class _VocabularyParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, with_entropy: bool, with_top: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         size = logits.shape[-1]
         first = parallel_state.get_tensor_model_parallel_rank() * size
         if first + size > vocab_size:
             logits = logits.clone()
             logits[:, max(vocab_size - first, 0) :] = -torch.inf
-        largest = _reduce(logits.amax(-1), dist.ReduceOp.MAX)
+        largest_here = logits.amax(-1)
+        largest = _reduce(largest_here.clone(), dist.ReduceOp.MAX)
+        top = None
+        if with_top:  # the lowest token of those that are equally likely
+            top = torch.where(largest_here == largest, logits.argmax(-1) + first, vocab_size)
+            top = _reduce(top, dist.ReduceOp.MIN)
+            ctx.mark_non_differentiable(top)
         shifted = logits - largest.unsqueeze(-1)
         exponentials = shifted.exp()
         total = _reduce(exponentials.sum(-1))
@@ -87,12 +104,12 @@ class _VocabularyParallel(torch.autograd.Function):
             entropy = log_total - _reduce((probs * shifted.clamp(min=torch.finfo(torch.float32).min)).sum(-1))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(probs, local, is_here, shifted if with_entropy else None, log_total, entropy)
-        return picked - log_total.unsqueeze(-1), entropy
+        return picked - log_total.unsqueeze(-1), entropy, top
 
     @staticmethod
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None]:
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
+    ) -> tuple[Tensor, None, None, None, None]:
         probs, local, is_here, shifted, log_total, entropy = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros(local.shape, device=probs.device)
@@ -101,7 +118,7 @@ class _VocabularyParallel(torch.autograd.Function):
         if entropy is not None and grad_entropy is not None:
             log_probs = (shifted - log_total.unsqueeze(-1)).clamp(min=torch.finfo(torch.float32).min)
             grad -= probs * (log_probs + entropy.unsqueeze(-1)) * grad_entropy.unsqueeze(-1)
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 def _reduce(value: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from miles_core.batching.micro_batch import MicroBatch
 from miles_core.trainer.megatron.dispatch import use_indexed_dispatch
@@ -27,10 +27,12 @@ from miles_core.trainer.megatron.packing import packed_sequences
 class PolicyModel(GPTModel):
     """GPTModel that ends with the hidden states: logits are made for response tokens only, a chunk at a time.
 
-    MTP layers are held and saved, and frozen; their forward is not run.
+    MTP layers are held and saved; where they are not trained they are frozen, and not run.
     """
 
-    def __init__(self, config: DecoderConfig | LatentDecoderConfig, *, mtp_num_layers: int) -> None:
+    def __init__(
+        self, config: DecoderConfig | LatentDecoderConfig, *, mtp_num_layers: int, train_mtp: bool = False
+    ) -> None:
         geometry = config.geometry
         assert geometry is not None
         last_stage = parallel_state.is_pipeline_last_stage()
@@ -49,7 +51,7 @@ class PolicyModel(GPTModel):
         )
         self.geometry = geometry
         if self.mtp_process:
-            self.mtp.requires_grad_(False)
+            self.mtp.requires_grad_(train_mtp)
         _mark_split_weights(self)
         use_indexed_dispatch(self)
 
@@ -64,6 +66,33 @@ class PolicyModel(GPTModel):
             attention_mask=None,
             packed_seq_params=packed_sequences(micro_batch.packed),
         )
+
+    def draft_states(self, micro_batch: MicroBatch, hidden: Tensor, *, detach: bool) -> list[Tensor]:
+        """Hidden states of each MTP layer, like those of `run` that they start from; on the last pipeline stage.
+
+        Args:
+            detach: let no gradient into `hidden` and the embedding.
+        """
+        if detach:
+            hidden = hidden.detach()
+
+        def embedding(tokens: Tensor) -> Tensor:
+            embedded = self.embedding(input_ids=tokens, position_ids=None)
+            return embedded.detach() if detach else embedded
+
+        states = self.mtp(
+            input_ids=micro_batch.tokens,
+            position_ids=None,
+            hidden_states=hidden,
+            attention_mask=None,
+            packed_seq_params=packed_sequences(micro_batch.packed),
+            embedding=embedding,
+        )
+        return list(states.chunk(1 + len(self.mtp.layers)))[1:]
+
+    def draft_parameters(self) -> list[nn.Parameter]:
+        """Those of the MTP layers; on ranks that hold none, an empty list."""
+        return list(self.mtp.parameters()) if self.mtp_process else []
 
     def output_inputs(self, hidden: Tensor) -> Tensor:
         """Hidden states [S * B, hidden], whole on each tensor-parallel rank, to be multiplied with `output_weight`."""

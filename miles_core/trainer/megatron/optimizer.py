@@ -1,6 +1,7 @@
 """AdamW with fp32 master weights by megatron-core; learning rate, clipping and refusal of bad steps are ours."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from torch import nn
 
 from miles_core.config.trainer import OptimizerConfig
 from miles_core.trainer.megatron.cpu import cuda_type_names
@@ -18,14 +20,21 @@ class StepResult:
     """What became of one step."""
 
     grad_norm: float  # over all ranks, before clipping
+    apart_grad_norm: float | None  # that of the parameters that are clipped apart
     lr: float
     applied: bool
 
 
 class ModelOptimizer:
-    """One optimizer step from the gradients that the backward passes left in the model's buffers."""
+    """One optimizer step from the gradients that the backward passes left in the model's buffers.
 
-    def __init__(self, model: DistributedDataParallel, config: OptimizerConfig) -> None:
+    `apart` are parameters clipped by a norm of their own, so that they leave the steps of all others as they are
+    without them; an empty list where they lie on other ranks, None where there are none at all.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, config: OptimizerConfig, apart: Iterable[nn.Parameter] | None = None
+    ) -> None:
         self._config = config
         bf16 = model.config.bf16
         with cuda_type_names():
@@ -47,6 +56,11 @@ class ModelOptimizer:
         for group in self.megatron.param_groups:
             group["fused"] = True  # one call for all parameters; megatron-core has no option for it
         self._start_state()
+        # The optimizer steps fp32 copies of bf16 parameters.
+        clipped_apart = None if apart is None else {id(getattr(p, "main_param", p)) for p in apart}
+        all_parameters = [p for group in self.megatron.param_groups for p in group["params"]]
+        self._together = [p for p in all_parameters if id(p) not in (clipped_apart or ())]
+        self._apart = None if clipped_apart is None else [p for p in all_parameters if id(p) in clipped_apart]
         self.steps = 0  # applied so far
 
     def learning_rate(self) -> float:
@@ -58,22 +72,37 @@ class ModelOptimizer:
         """Clips and applies the gradients, or leaves the weights as they are where a gradient is not finite."""
         lr = self.learning_rate()
         self.megatron.prepare_grads()
-        grad_norm = self.megatron.get_grad_norm()
+        grad_norm, apart_norm = self._norm_without(self._apart or []), None
         applied = math.isfinite(grad_norm)
+        if self._apart is not None:
+            apart_norm = self._norm_without(self._together)
+            applied = applied and math.isfinite(apart_norm)
         if applied:
-            self._clip(grad_norm)
+            self._clip(self._together, grad_norm)
+            if self._apart is not None and apart_norm is not None:
+                self._clip(self._apart, apart_norm)
             for group in self.megatron.param_groups:
                 group["lr"] = lr
             self.megatron.step_with_ready_grads()
             self.steps += 1
         self.megatron.zero_grad()  # `prepare_grads` made each `.grad` an alias of the buffer that passes add to
-        return StepResult(grad_norm, lr, applied)
+        return StepResult(grad_norm, apart_norm, lr, applied)
 
-    def _clip(self, grad_norm: float) -> None:
-        """Scales all gradients so that their common norm is at most `clip_grad`."""
+    def _norm_without(self, left_out: list[nn.Parameter]) -> float:
+        """Norm over all ranks of the gradients of all other parameters. Collective."""
+        grads = [p.grad for p in left_out]
+        for parameter in left_out:
+            parameter.grad = None
+        norm = self.megatron.get_grad_norm()
+        for parameter, grad in zip(left_out, grads, strict=True):
+            parameter.grad = grad
+        return float(norm)
+
+    def _clip(self, parameters: list[nn.Parameter], grad_norm: float) -> None:
+        """Scales the gradients, whose common norm is `grad_norm`, so that it is at most `clip_grad`."""
         limit = self._config.clip_grad
         if limit and grad_norm > limit:
-            grads = [p.grad for group in self.megatron.param_groups for p in group["params"] if p.grad is not None]
+            grads = [p.grad for p in parameters if p.grad is not None]
             torch._foreach_mul_(grads, limit / (grad_norm + 1e-6))
 
     def load_state_dict(self, state: dict[str, Any], steps: int) -> None:

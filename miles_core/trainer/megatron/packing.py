@@ -29,6 +29,17 @@ def packed_sequences(layout: PackedLayout | None) -> PackedSequences | None:
     )
 
 
+def next_tokens(tokens: Tensor, packed: PackedSequences | None) -> Tensor:
+    """Tokens [B, S] -> at each place the token after it in the same sequence, 0 at a sequence's end."""
+    following = tokens.roll(-1, dims=1)
+    if packed is None:
+        following[:, -1] = 0
+    else:
+        assert packed.layout is not None
+        following[:, packed.layout.offsets[1:].long() - 1] = 0
+    return following
+
+
 def to_rows(packed: Tensor, layout: PackedLayout) -> Tensor:
     """[total, ...] -> [n, longest, ...], zeros after a sequence's end."""
     shape = (layout.count, layout.longest)

@@ -15,18 +15,24 @@ from conversion.families import rules_for
 from conversion.geometry import ModelGeometry
 from conversion.hf_to_torch_dist import HF_FOLDER, TENSORS_FILE
 from conversion.mtp import megatron_mtp_layers
+from conversion.quantization.formats import format_spec
+from conversion.quantization.policy import quantized_names
 from conversion.torch_dist_reader import TorchDistFolder
 from miles_core.algorithms.objective import finalize_metrics
 from miles_core.algorithms.value_objective import finalize_value_metrics
 from miles_core.config.run import RunConfig
 from miles_core.device import current_device
+from miles_core.precision.int4_qat import Int4AwareProducts, stored_dtype
+from miles_core.precision.products import Products
 from miles_core.trainer.megatron import checkpoint as checkpoints
 from miles_core.trainer.megatron import parallel
 from miles_core.trainer.megatron.batches import Batches
 from miles_core.trainer.megatron.critic import Critic
 from miles_core.trainer.megatron.forward_backward import ModelPass, PolicyPass, data_parallel
+from miles_core.trainer.megatron.linear import use_products
 from miles_core.trainer.megatron.model import PolicyModel
 from miles_core.trainer.megatron.model_config import transformer_config
+from miles_core.trainer.megatron.mtp import MtpLoss
 from miles_core.trainer.megatron.optimizer import ModelOptimizer
 from miles_core.trainer.megatron.reference import ReferenceWeights
 from miles_core.trainer.megatron.routing_replay import RoutingReplay
@@ -63,6 +69,12 @@ class MegatronTrainer:
         self._config = config
         stored = TorchDistFolder(checkpoint)
         mtp_num_layers = megatron_mtp_layers(stored.names)
+        train_mtp = config.trainer.mtp_loss_scale > 0
+        if train_mtp and not mtp_num_layers:
+            raise ValueError(
+                f"trainer.mtp_loss_scale {config.trainer.mtp_loss_scale} trains MTP layers, but the checkpoint holds "
+                "none: set it to 0"
+            )
         geometry = replace(geometry, mtp_num_layers=mtp_num_layers)
         self._rules = rules_for(geometry, mtp_num_layers)
         self._hf_dtypes = _hf_dtypes(checkpoint)
@@ -74,7 +86,8 @@ class MegatronTrainer:
         )
         try:
             self._batches = Batches(config, geometry, place, replays=replays)
-            self._build_policy(PolicyModel(policy_config, mtp_num_layers=mtp_num_layers), stored.folder)
+            model = PolicyModel(policy_config, mtp_num_layers=mtp_num_layers, train_mtp=train_mtp)
+            self._build_policy(model, stored.folder)
             self._critic = None
             if config.algorithm.needs_critic:
                 self._critic = Critic(config, transformer(mtp_num_layers=0), stored.folder)
@@ -82,17 +95,29 @@ class MegatronTrainer:
             parallel.leave()
             raise
 
+    def _products(self) -> Products | None:
+        """How the policy's linear layers and experts multiply (those of a critic do so plainly); None: plainly."""
+        if not self._config.trainer.qat:
+            return None
+        quantize = self._config.quantize
+        spec = format_spec(quantize.format, quantize.group_size)
+        shapes = {name: shape for rule in self._rules for name, shape in rule.hf_shapes().items()}
+        return Int4AwareProducts(spec, stored_dtype(quantized_names(shapes, spec.format), self._hf_dtypes))
+
     def _build_policy(self, model: PolicyModel, weights: Path) -> None:
         config = self._config
         self._model = model.to(current_device())
+        if (products := self._products()) is not None:
+            use_products(self._model, products)
         checkpoints.load_weights(self._model, weights)
         ddp = data_parallel(self._model)
-        self._optimizer = ModelOptimizer(ddp, config.trainer.optimizer)
+        temperature, scale = config.rollout.sampling.temperature, config.trainer.mtp_loss_scale
+        mtp = MtpLoss(model, scale, config.trainer.mtp_detach, temperature) if scale else None
+        drafts = model.draft_parameters() if mtp else None
+        self._optimizer = ModelOptimizer(ddp, config.trainer.optimizer, apart=drafts)
         self._reference = ReferenceWeights(self._model) if config.algorithm.needs_reference else None
         replay = RoutingReplay(self._model) if self._model.config.moe_enable_routing_replay else None
-        self._pass = PolicyPass(
-            ModelPass(ddp, replay), self._model, config.algorithm, config.rollout.sampling.temperature
-        )
+        self._pass = PolicyPass(ModelPass(ddp, replay), self._model, config.algorithm, temperature, mtp)
 
     def log_probs(self, batch: Sequence[TrainSample], model: Literal["policy", "reference"]) -> list[np.ndarray]:
         """Log-probs of the response tokens, float32 [R] each; see `Batches.per_token`.
@@ -117,7 +142,8 @@ class MegatronTrainer:
 
     def train_step(self, batch: Sequence[TrainSample]) -> dict[str, float]:
         """One optimizer step; see the protocol. `train/routing_replay_overlap` is the share of replayed expert choices
-        that the trainer's own routers would have made."""
+        that the trainer's own routers would have made, `train/mtp_1_agreement` the share of tokens that the first MTP
+        layer predicts as the main head does."""
         sums = self._pass.gradients(self._batches.cut(batch))
         metrics = self._step(sums, self._pass.passes, self._optimizer, finalize_metrics)
         return {f"train/{name}": value for name, value in metrics.items()}
@@ -178,6 +204,8 @@ class MegatronTrainer:
         agreed, total = sums.pop("agreed", 0.0), sums.pop("total", 0.0)
         metrics = finalize(sums)
         metrics |= {"grad_norm": result.grad_norm, "lr-pg_0": result.lr, "skipped_steps": float(not result.applied)}
+        if result.apart_grad_norm is not None:
+            metrics["mtp_grad_norm"] = result.apart_grad_norm
         if total:
             metrics["routing_replay_overlap"] = agreed / total
         return metrics

@@ -27,6 +27,12 @@ def chat(**data: Any) -> dict[str, Any]:
         ({"data": {}}, "must be set, found none"),
         (chat(), "data.conversations holds answers to learn: set algorithm.policy_loss=sft"),
         (chat(eval_prompts=None) | {"algorithm": SFT, "rollout": ONE}, "data.conversations needs data.eval_prompts"),
+        ({"trainer": {"qat": True}}, "trainer.qat=true trains for an INT4 rollout, found quantize.format=none"),
+        ({"trainer": {"mtp_detach": False}}, "trainer.mtp_detach=false has no effect with trainer.mtp_loss_scale 0"),
+        (
+            {"trainer": {"mtp_loss_scale": 0.2, "num_ranks": 2, "parallel": {"context": 2}}},
+            "trainer.mtp_loss_scale 0.2 with trainer.parallel.context 2",
+        ),
         ({"algorithm": SFT}, "policy_loss=sft needs rollout.n_samples_per_prompt=1, found 8"),
         (
             {"algorithm": SFT, "rollout": ONE | {"sampling": {"temperature": 0.5}}},

@@ -79,6 +79,11 @@ def _truncated(folder: Path) -> None:
         (None, ["model.mtp_num_layers=2"], "model.mtp_num_layers 2, but the model has 1 MTP layer"),
         (
             None,
+            ["model.mtp_num_layers=0", "trainer.mtp_loss_scale=0.2"],
+            "trainer.mtp_loss_scale 0.2 trains MTP layers, but model.mtp_num_layers 0 leaves none of them",
+        ),
+        (
+            None,
             ["data.max_prompt_length=510", "rollout.sampling.max_new_tokens=4"],
             "data.max_prompt_length 510 + rollout.sampling.max_new_tokens 4 = 514 tokens, but the model takes 512",
         ),
@@ -97,6 +102,18 @@ def test_faults_of_a_model_folder(
 def test_a_random_model_is_checked_like_a_folder() -> None:
     found = faults_of("quantize.format=int4", "model.mtp_num_layers=2", "data.max_prompt_length=64")
     assert [fault.split(" ")[0] for fault in found] == ["model.mtp_num_layers", "data.max_prompt_length", "tensor"]
+
+
+def test_training_mtp_layers_needs_some() -> None:
+    (fault,) = faults_of("model.random.num_mtp_layers=0", "trainer.mtp_loss_scale=0.2")
+    assert fault.startswith("trainer.mtp_loss_scale 0.2 trains MTP layers, but Glm4MoeForCausalLM has none: set")
+
+
+def test_groups_must_lie_on_one_tensor_parallel_rank() -> None:
+    options = ("quantize.format=int4_linear", "trainer.qat=true", "trainer.num_ranks=2", "trainer.parallel.tensor=2")
+    (fault,) = faults_of(*options, "quantize.group_size=32", "model.random.moe_ffn_hidden_size=32")
+    assert "cuts groups of 32 in model.layers.1.mlp.shared_experts.down_proj.weight of width 32" in fault
+    assert faults_of(*options, "quantize.group_size=16") == []
 
 
 def test_hub_paths_are_checked_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,9 @@ def test_lineage_of_a_failed_run_says_what_failed_and_what_did_not_run() -> None
     done = {name: outcome(name, cached=True) for name in ("download", "convert", "quantize")}
     table = rows(lineage_markdown(done, "ValueError: a | b\nsecond line"))
     assert table["train"][0] == "failed: ValueError: a / b second line"
-    assert {table[name][0] for name in ("export", "evaluate-initial", "evaluate-exported", "upload")} == {"not run"}
+    assert {
+        table[name][0] for name in ("export", "export-quantized", "evaluate-initial", "evaluate-exported", "upload")
+    } == {"not run"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from run_configs import SMALL, small_config
 from miles_core.config.run import RunConfig
 from tasks.pipeline import PIPELINE, reuse_of
 
-SPECS = {step.spec.stage: step.spec for step in PIPELINE}
+SPECS = {step.name: step.spec for step in PIPELINE}
 
 
 def merged(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def merged(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def stages_that_see(before: RunConfig, after: RunConfig) -> set[str]:
-    return {stage for stage, spec in SPECS.items() if spec.reads(before) != spec.reads(after)}
+    return {spec.stage for spec in SPECS.values() if spec.reads(before) != spec.reads(after)}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,8 @@ def stages_that_see(before: RunConfig, after: RunConfig) -> set[str]:
         ("seed", 1, {"train", "evaluate"}),
         ("model.random.seed", 1, {"download"}),
         ("model.mtp_num_layers", 0, {"convert"}),
-        ("quantize.format", "fp8", {"quantize", "train"}),
+        ("quantize.format", "fp8", {"quantize", "train", "export"}),
+        ("trainer.mtp_loss_scale", 0.2, {"train"}),
         ("data.task.seed", 1, {"train", "evaluate"}),
         ("reward.failure_tolerance", 1, {"train", "evaluate"}),
         ("rollout.num_rollout", 4, {"train"}),
@@ -57,9 +58,9 @@ def test_prompt_files_count_by_contents(tmp_path: Path, split: str, stages: set[
         file.write_text('{"input": "1", "label": "1"}\n')
     sections = {"data": {name: str(file) for name, file in files.items()}, "reward": {"type": "exact_match"}}
     config = small_config(tmp_path, **sections)
-    before = {stage: spec.reads(config) for stage, spec in SPECS.items()}
+    before = {name: spec.reads(config) for name, spec in SPECS.items()}
     files[split].write_text('{"input": "2", "label": "2"}\n')
-    assert {stage for stage, spec in SPECS.items() if spec.reads(config) != before[stage]} == stages
+    assert {spec.stage for name, spec in SPECS.items() if spec.reads(config) != before[name]} == stages
 
 
 def test_reward_function_counts_by_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,9 +68,9 @@ def test_reward_function_counts_by_its_code(tmp_path: Path, monkeypatch: pytest.
     module = tmp_path / "my_reward.py"
     module.write_text("def score(prompt, response, label, metadata):\n    return 1.0\n")
     config = small_config(tmp_path, reward={"type": "function", "function": "my_reward:score"})
-    before = {stage: spec.reads(config) for stage, spec in SPECS.items()}
+    before = {name: spec.reads(config) for name, spec in SPECS.items()}
     module.write_text("def score(prompt, response, label, metadata):\n    return 0.0\n")
-    changed = {stage for stage, spec in SPECS.items() if spec.reads(config) != before[stage]}
+    changed = {spec.stage for name, spec in SPECS.items() if spec.reads(config) != before[name]}
     assert changed == {"train", "evaluate"}
 
 

@@ -18,6 +18,7 @@ from tasks.upload import UPLOAD
 
 FILES = {
     "export": {"config.json": "{}", "model.safetensors": "weights"},
+    "export-quantized": {"config.json": "{4}", "model.safetensors": "small"},
     "evaluate-initial": {"evaluation.json": '{"mean_reward": 0.1}'},
     "evaluate-exported": {"evaluation.json": '{"mean_reward": 0.9}'},
 }
@@ -134,3 +135,14 @@ def test_without_a_target_it_says_so(tmp_path: Path) -> None:
     account = job.store.manifest(run_stage(job).ref).account
     assert account == {"uploaded_files": 0, "skipped": "upload.uri is not set"}
     assert again(job).cached
+
+
+def test_the_quantized_model_is_published_where_there_is_one(tmp_path: Path, target: Path) -> None:
+    config = small_config(tmp_path / "store", upload={"uri": str(target)}, quantize={"format": "int4"})
+    job = StageJob(UPLOAD, config, inputs_of(config))
+    run_stage(job)
+    release = target / job.key
+    found = {str(path.relative_to(release)) for path in release.rglob("*") if path.is_file()}
+    assert found == RELEASE | {"quantized/config.json", "quantized/model.safetensors"}
+    assert (release / "quantized/model.safetensors").read_text() == "small"
+    assert (release / "model.safetensors").read_text() == "weights"

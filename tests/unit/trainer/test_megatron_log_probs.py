@@ -33,7 +33,7 @@ def _loss(log_probs: Tensor, entropy: Tensor) -> Tensor:
 
 
 def _expected(softcap: float | None) -> list[Tensor]:
-    """Log-probs, entropy, and the gradients of hidden and weight."""
+    """Log-probs, entropy, the likeliest tokens, and the gradients of hidden and weight."""
     hidden, weight, targets = _inputs()
     logits = hidden @ weight.T
     if softcap is not None:
@@ -42,13 +42,13 @@ def _expected(softcap: float | None) -> list[Tensor]:
     found = distribution.gather(-1, targets), -(distribution.exp() * distribution).sum(-1)
     _loss(*found).backward()
     assert hidden.grad is not None and weight.grad is not None
-    return [*(x.detach() for x in found), hidden.grad, weight.grad]
+    return [*(x.detach() for x in found), logits.argmax(-1), hidden.grad, weight.grad]
 
 
 def _found(weight_rows: slice, softcap: float | None = None) -> list[Tensor]:
     hidden, weight, targets = _inputs()
     padded = torch.cat([weight, torch.full((1, _HIDDEN), 100.0)])  # a row of padding that would win everywhere
-    values, entropy = token_log_probs(
+    values, entropy, top = token_log_probs(
         hidden,
         padded[weight_rows],
         targets,
@@ -56,11 +56,12 @@ def _found(weight_rows: slice, softcap: float | None = None) -> list[Tensor]:
         vocab_size=_VOCABULARY,
         logit_softcap=softcap,
         with_entropy=True,
+        with_top=True,
     )
-    assert entropy is not None
+    assert entropy is not None and top is not None
     _loss(values, entropy).backward()
     assert hidden.grad is not None and weight.grad is not None
-    return [values.detach(), entropy.detach(), hidden.grad, weight.grad]
+    return [values.detach(), entropy.detach(), top, hidden.grad, weight.grad]
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -100,9 +101,10 @@ def _of_this_rank(trainer: MegatronTrainer) -> list[np.ndarray]:
 def test_tensor_parallel_ranks_together_equal_torch() -> None:
     config: Any = run_config(_NAME, samples=1, trainer={"num_ranks": 2, "parallel": {"tensor": 2}})
     first, second = ([torch.from_numpy(a) for a in arrays] for arrays in on_ranks(_NAME, config, _of_this_rank))
-    values, entropy, hidden_grad, weight_grad = _expected(None)
+    values, entropy, top, hidden_grad, weight_grad = _expected(None)
     for rank in (first, second):
         torch.testing.assert_close(rank[0], values, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(rank[1], entropy, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(first[2] + second[2], hidden_grad, atol=1e-5, rtol=1e-5)  # PolicyModel adds them up
-    torch.testing.assert_close(first[3] + second[3], weight_grad, atol=1e-5, rtol=1e-5)
+        assert rank[2].equal(top)
+    torch.testing.assert_close(first[3] + second[3], hidden_grad, atol=1e-5, rtol=1e-5)  # PolicyModel adds them up
+    torch.testing.assert_close(first[4] + second[4], weight_grad, atol=1e-5, rtol=1e-5)

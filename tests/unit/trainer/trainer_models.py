@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from conversion.families import geometry_from_config
 from conversion.geometry import ModelGeometry
@@ -129,7 +130,7 @@ _FOLDERS = TemporaryDirectory(prefix="miles-models-")
 
 @cache
 def hf_folder(name: str) -> Path:
-    """A model of transformers' own class with random weights, biases and norms included."""
+    """A model of transformers' own class with random weights, biases and norms too; `NAME+mtp` with an MTP layer."""
     folder = Path(_FOLDERS.name, name)
     folder.mkdir()
     if name == "glm4-moe-mtp":
@@ -150,16 +151,35 @@ def hf_folder(name: str) -> Path:
             seed=0,
         )
         return folder
-    architecture, settings = MODELS[name]
+    base, _, mtp = name.partition("+")
+    architecture, settings = MODELS[base]
     model_class = getattr(transformers, architecture)
     config = model_class.config_class(**(_COMMON | settings))
+    config.num_hidden_layers += bool(mtp)
     torch.manual_seed(0)
     model = model_class(config).float()
     for parameter_name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if parameter_name.endswith(("norm.weight", "bias", "layernorm.weight")):
             tensor.data += 0.3 * torch.randn(tensor.shape)
     model.save_pretrained(folder)
+    if mtp:
+        _make_last_layer_mtp(folder)
     return folder
+
+
+def _make_last_layer_mtp(folder: Path) -> None:
+    """The checkpoint's last decoder layer becomes the one inside an MTP layer, whose other tensors are added."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": config["num_hidden_layers"] - 1, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors, hidden = load_file(folder / "model.safetensors"), config["hidden_size"]
+    layer = f"model.layers.{config['num_hidden_layers']}"
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{layer}.{norm}.weight"] = 1 + 0.3 * torch.randn(hidden)
+    tensors[f"{layer}.eh_proj.weight"] = 0.2 * torch.randn(hidden, 2 * hidden)
+    tensors[f"{layer}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{layer}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 @cache

@@ -1,0 +1,1 @@
+"""Number formats of the trainer's matrix products."""
