@@ -2,10 +2,10 @@
 
 usage: python benchmarks/qat.py STORE [ROLLOUTS] [GROUP_SIZE]
 
-The preset `tiny` learns to sort three digits, with GRPO, in three ways: in full precision; with INT4 rollouts alone; with
-INT4 rollouts and quantization-aware training. Every linear layer is INT4 (quantize.format=int4_linear). Each trained model
-is scored on held-out prompts as it was trained and rounded to INT4. Runs that are in STORE already are not run again.
-Writes benchmarks/results/qat.json; ends with an error if the aware model loses more than two points.
+The preset `tiny` learns to sort three digits, with GRPO, in three ways: in full precision; with INT4 rollouts alone;
+with INT4 rollouts and quantization-aware training. Every linear layer is INT4 (quantize.format=int4_linear). Each
+trained model is scored on held-out prompts as it was trained and rounded to INT4. Runs that are in STORE already are
+not run again. Writes benchmarks/results/qat.json; ends with an error if the aware model loses more than two points.
 """
 
 import json
