@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from conversion.quantization.formats import FP8_BLOCK
 from conversion.quantization.fp8 import E4M3_MAX, quantize_blocks
+from miles_core.device import compute_capability
 
 _HOPPER = (9, 0)
 
@@ -80,15 +81,16 @@ def multiply(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype) -> Tensor:
 
 def require_fp8_kernels() -> None:
     """Raises ValueError on a GPU that has none of these products."""
-    if torch.cuda.is_available():
-        found = torch.cuda.get_device_capability()
-        if found != _HOPPER:
-            raise ValueError(
-                f"trainer.fp8=true needs a GPU of compute capability 9.0 (H100, H200), found {found[0]}.{found[1]}: "
-                "set it to false"
-            )
-        if not hasattr(F, "scaled_mm"):
-            raise ValueError(f"trainer.fp8=true needs torch 2.10 or later on a GPU, found {torch.__version__}")
+    found = compute_capability()
+    if found is None:
+        return
+    if found != _HOPPER:
+        raise ValueError(
+            f"trainer.fp8=true needs a GPU of compute capability 9.0 (H100, H200), found {found[0]}.{found[1]}: "
+            "set it to false"
+        )
+    if not hasattr(F, "scaled_mm"):
+        raise ValueError(f"trainer.fp8=true needs torch 2.10 or later on a GPU, found {torch.__version__}")
 
 
 def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
