@@ -60,6 +60,11 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Of this process's GPU, (9, 0) for Hopper; None without one."""
+    return None if device_type() == "cpu" else torch.cuda.get_device_capability()
+
+
 def device_names() -> list[str]:
     """Names of the accelerators of this machine, empty where there is none."""
     if device_type() == "cpu":

@@ -21,9 +21,16 @@ def quantize_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         QuantizationError: NaN or infinity.
     """
+    q, scale_inv = quantize_blocks(weight)
+    require_finite(scale_inv)
+    return q, scale_inv
+
+
+def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantize_fp8` without the look at the values, for which a GPU would have to wait: a block with NaN or infinity
+    has a scale that is not finite, and NaN where that was."""
     blocks = _to_blocks(weight.float())
-    absmax = require_finite(blocks.abs().amax(dim=(1, 3)))
-    scale_inv = absmax / E4M3_MAX
+    scale_inv = blocks.abs().amax(dim=(1, 3)) / E4M3_MAX
     scale_inv = torch.where(scale_inv == 0, 1.0, scale_inv)
     # Clamped because a subnormal scale has few bits, and e4m3 has no infinity: too large a value would become NaN.
     q = (blocks / scale_inv[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

@@ -73,6 +73,9 @@ class TrainerConfig(Section):
     qat: bool = False
     """Quantization-aware training: the forward pass sees weights rounded to the rollout's INT4 grid, of
     quantize.group_size, and their gradient goes straight through. Needs quantize.format=int4 or int4_linear."""
+    fp8: bool = False
+    """Products of linear layers and experts in e4m3, forward and backward: activations and gradients in blocks of
+    1 x 128, weights of 128 x 128. Router, norms, embedding and output layer stay in `precision`. On a CPU emulated."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
     recompute: Literal["none", "full"] = "none"
@@ -91,6 +94,8 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _layout_is_possible(self) -> "TrainerConfig":
+        if self.fp8 and self.qat:
+            raise ValueError("trainer.fp8=true and trainer.qat=true: a weight has one rounding; set one to false")
         if not self.mtp_detach and not self.mtp_loss_scale:
             raise ValueError("trainer.mtp_detach=false has no effect with trainer.mtp_loss_scale 0: set it above 0")
         p = self.parallel

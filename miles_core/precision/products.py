@@ -24,6 +24,10 @@ class Products(Protocol):
         """
         ...
 
+    def check(self, name: str, weight: Tensor) -> None:
+        """Raises ValueError where this rank's part of a weight, [..., n, k], can't be multiplied with."""
+        ...
+
 
 class PlainProducts:
     """In the operands' own dtype."""
@@ -33,3 +37,6 @@ class PlainProducts:
 
     def grouped(self, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+    def check(self, name: str, weight: Tensor) -> None:
+        """Any will do."""

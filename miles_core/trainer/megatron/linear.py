@@ -21,12 +21,15 @@ def use_products(model: nn.Module, products: Products) -> None:
 
     What lies outside a block (embedding, output layer, an MTP layer's input projection) and the router stay plain.
     """
-    for block in model.modules():
+    for path, block in model.named_modules():
         if isinstance(block, TransformerLayer):
-            for module in block.modules():
+            for name, module in block.named_modules(prefix=path):
                 if isinstance(module, GroupedExperts):
+                    products.check(f"{name}.fc1", module.fc1)
+                    products.check(f"{name}.fc2", module.fc2)
                     module.products = products
                 elif isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                    products.check(f"{name}.weight", module.weight)
                     # What `forward` of both calls between its communication before and after. They have no option, and
                     # latent attention takes no subclass of theirs.
                     module._forward_impl = partial(_multiply, products)

@@ -22,6 +22,8 @@ from miles_core.algorithms.objective import finalize_metrics
 from miles_core.algorithms.value_objective import finalize_value_metrics
 from miles_core.config.run import RunConfig
 from miles_core.device import current_device
+from miles_core.precision.fp8 import require_fp8_kernels
+from miles_core.precision.fp8_products import Fp8Products
 from miles_core.precision.int4_qat import Int4AwareProducts, stored_dtype
 from miles_core.precision.products import Products
 from miles_core.trainer.megatron import checkpoint as checkpoints
@@ -38,6 +40,8 @@ from miles_core.trainer.megatron.reference import ReferenceWeights
 from miles_core.trainer.megatron.routing_replay import RoutingReplay
 from miles_core.trainer.megatron.weights import WholeTensors
 from miles_core.types import TrainSample
+
+_NON_FINITE_BLOCKS = "fp8_non_finite_blocks"  # a metric
 
 
 class MegatronTrainer:
@@ -97,6 +101,9 @@ class MegatronTrainer:
 
     def _products(self) -> Products | None:
         """How the policy's linear layers and experts multiply (those of a critic do so plainly); None: plainly."""
+        if self._config.trainer.fp8:
+            require_fp8_kernels()
+            return Fp8Products()
         if not self._config.trainer.qat:
             return None
         quantize = self._config.quantize
@@ -107,8 +114,9 @@ class MegatronTrainer:
     def _build_policy(self, model: PolicyModel, weights: Path) -> None:
         config = self._config
         self._model = model.to(current_device())
-        if (products := self._products()) is not None:
-            use_products(self._model, products)
+        self._policy_products = self._products()
+        if self._policy_products is not None:
+            use_products(self._model, self._policy_products)
         checkpoints.load_weights(self._model, weights)
         ddp = data_parallel(self._model)
         temperature, scale = config.rollout.sampling.temperature, config.trainer.mtp_loss_scale
@@ -145,7 +153,8 @@ class MegatronTrainer:
         that the trainer's own routers would have made, `train/mtp_1_agreement` the share of tokens that the first MTP
         layer predicts as the main head does."""
         sums = self._pass.gradients(self._batches.cut(batch))
-        metrics = self._step(sums, self._pass.passes, self._optimizer, finalize_metrics)
+        counts = self._pass.passes.replay_counts() | self._non_finite_blocks()
+        metrics = self._step(sums, counts, self._optimizer, finalize_metrics)
         return {f"train/{name}": value for name, value in metrics.items()}
 
     def train_critic(self, batch: Sequence[TrainSample]) -> dict[str, float]:
@@ -156,7 +165,7 @@ class MegatronTrainer:
         """
         critic = self._held_critic()
         sums = critic.gradients(self._batches.cut(batch))
-        metrics = self._step(sums, critic.passes, critic.optimizer, finalize_value_metrics)
+        metrics = self._step(sums, critic.passes.replay_counts(), critic.optimizer, finalize_value_metrics)
         return {f"train/critic-{name}": value for name, value in metrics.items()}
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -191,21 +200,30 @@ class MegatronTrainer:
             raise ValueError("no critic is held: set algorithm.advantage_estimator=ppo")
         return self._critic
 
+    def _non_finite_blocks(self) -> dict[str, float]:
+        """Blocks with NaN or infinity in FP8 products since the last step. Their step is refused: NaN reaches the
+        gradients."""
+        products = self._policy_products
+        return {_NON_FINITE_BLOCKS: float(products.take_non_finite())} if isinstance(products, Fp8Products) else {}
+
     def _step(
         self,
         gradient_metrics: Sequence[Mapping[str, Tensor]],
-        passes: ModelPass,
+        counts: Mapping[str, float],
         optimizer: ModelOptimizer,
         finalize: Callable[[Mapping[str, float]], dict[str, float]],
     ) -> dict[str, float]:
         """Applies the gradients that the passes left; metrics of the whole batch."""
-        sums = self._batches.totals(gradient_metrics, passes.replay_counts())
+        sums = self._batches.totals(gradient_metrics, counts)
         result = optimizer.step()
         agreed, total = sums.pop("agreed", 0.0), sums.pop("total", 0.0)
+        non_finite_blocks = sums.pop(_NON_FINITE_BLOCKS, None)
         metrics = finalize(sums)
         metrics |= {"grad_norm": result.grad_norm, "lr-pg_0": result.lr, "skipped_steps": float(not result.applied)}
         if result.apart_grad_norm is not None:
             metrics["mtp_grad_norm"] = result.apart_grad_norm
+        if non_finite_blocks is not None:
+            metrics[_NON_FINITE_BLOCKS] = non_finite_blocks
         if total:
             metrics["routing_replay_overlap"] = agreed / total
         return metrics

@@ -28,6 +28,7 @@ def chat(**data: Any) -> dict[str, Any]:
         (chat(), "data.conversations holds answers to learn: set algorithm.policy_loss=sft"),
         (chat(eval_prompts=None) | {"algorithm": SFT, "rollout": ONE}, "data.conversations needs data.eval_prompts"),
         ({"trainer": {"qat": True}}, "trainer.qat=true trains for an INT4 rollout, found quantize.format=none"),
+        ({"trainer": {"fp8": True, "qat": True}}, "trainer.fp8=true and trainer.qat=true: a weight has one rounding"),
         ({"trainer": {"mtp_detach": False}}, "trainer.mtp_detach=false has no effect with trainer.mtp_loss_scale 0"),
         (
             {"trainer": {"mtp_loss_scale": 0.2, "num_ranks": 2, "parallel": {"context": 2}}},

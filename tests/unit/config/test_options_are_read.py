@@ -23,7 +23,8 @@ def attributes_read() -> set[str]:
     return names
 
 
-READ = attributes_read()
+# `transport` is read through RunConfig.weight_transport, which resolves auto.
+READ = attributes_read() | ({"transport"} if "weight_transport" in attributes_read() else set())
 
 
 @pytest.mark.parametrize("option", option_paths(RunConfig))
