@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from miles_core.rollout.sglang import weights
 from miles_core.rollout.sglang.client import ServerLost
@@ -60,7 +61,8 @@ class ServerWeights:
     def leave_group(self) -> None:
         if self._in_group:
             self._in_group = False
-            weights.leave_group(self._server.url)
+            with suppress(ServerLost):  # then it has left
+                weights.leave_group(self._server.url)
 
     def release_memory(self, tags: Sequence[str]) -> None:
         """Until the next push; the server must be idle."""
