@@ -84,9 +84,10 @@ def main(store: Path, rollouts: int) -> None:
             print(name, results[name], flush=True)
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(json.dumps({"rollouts": rollouts, "format": FORMAT, **results}) + "\n")
-    print("| trained with | reward in full precision | in INT4 | lost |\n|-|-|-|-|")
+    print("| trained with | reward in full precision | in INT4 | lost | log-probs off by |\n|-|-|-|-|-|")
     for name, r in results.items():
-        print(f"| {name} | {r['full']['mean_reward']:.3f} | {r['int4']['mean_reward']:.3f} | {r['loss']:+.3f} |")
+        full, int4 = (f"{r[kind]['mean_reward']:.3f}" for kind in ("full", "int4"))
+        print(f"| {name} | {full} | {int4} | {r['loss']:+.3f} | {r['mismatch_last_10']:.2g} |")
     if (lost := results["int4 rollout and qat"]["loss"]) > ALLOWED_LOSS:
         sys.exit(f"the model that was trained for INT4 loses {lost:.3f} in it, allowed are {ALLOWED_LOSS}")
 

@@ -22,6 +22,7 @@ from miles_core.weight_sync.bucket import bucketize, tensor_digest
 from miles_core.weight_sync.push import encode_weights
 from miles_core.weight_sync.sender import PushReport, Sender
 from miles_core.weight_sync.shared import SharedMemorySender
+from miles_core.weight_sync.transport import transport_of
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -104,7 +105,7 @@ class TrainRank:
     def _opened_sender(self) -> Sender:
         if self._sender is None:
             settings = self._config.weight_sync
-            if self._config.weight_transport == "broadcast":
+            if transport_of(self._config) == "broadcast":
                 self._sender = BroadcastSender(settings.bucket_bytes, ray.util.get_node_ip_address())
             else:
                 self._sender = SharedMemorySender(settings.bucket_bytes, make_handle)

@@ -7,6 +7,7 @@ from miles_core.cluster.train_group import TrainGroup
 from miles_core.config.run import RunConfig
 from miles_core.observability.metrics import Metrics
 from miles_core.weight_sync.bucket import WeightSyncError
+from miles_core.weight_sync.transport import transport_of
 
 
 class WeightPush:
@@ -21,7 +22,7 @@ class WeightPush:
             WeightSyncError: the transport needs one machine, and there are several.
         """
         self._trainer, self._engines, self._quantized = trainer, engines, quantized
-        self._transport, self._interval = config.weight_transport, config.weight_sync.verify_interval
+        self._transport, self._interval = transport_of(config), config.weight_sync.verify_interval
         self._released = config.rollout.sglang.release_in_training
         self._pushes = self._version = 0
         if self._transport != "host":

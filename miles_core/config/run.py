@@ -16,7 +16,7 @@ from miles_core.config.faults import FaultsError
 from miles_core.config.model import ModelConfig, QuantizeConfig
 from miles_core.config.rollout import RolloutConfig
 from miles_core.config.trainer import TrainerConfig
-from miles_core.config.weight_sync import Transport, WeightSyncConfig
+from miles_core.config.weight_sync import WeightSyncConfig
 
 
 class StoreConfig(Section):
@@ -122,17 +122,6 @@ class RunConfig(Section):
     def steps_per_rollout(self) -> int:
         """Optimizer steps of one rollout."""
         return self.samples_per_rollout // self.global_batch_size
-
-    @property
-    def weight_transport(self) -> Transport:
-        """`weight_sync.transport`, with auto resolved."""
-        if self.weight_sync.transport != "auto":
-            return self.weight_sync.transport
-        if self.rollout.engine == "embedded":
-            return "host"
-        if self.cluster.address is None:
-            return "ipc"
-        return "host" if _broadcast_faults(self) else "broadcast"
 
     def warnings(self) -> list[str]:
         """What is possible but seldom meant: off-policy training that nothing corrects."""
@@ -259,7 +248,7 @@ def _weight_sync_faults(config: RunConfig) -> list[str]:
     if transport == "broadcast":
         faults += [
             f"weight_sync.transport=broadcast {fault}; set weight_sync.transport=ipc or host"
-            for fault in _broadcast_faults(config)
+            for fault in broadcast_faults(config)
         ]
     if "weights" in sglang.release_in_training and sglang.drafts:
         faults.append(
@@ -277,7 +266,7 @@ def _weight_sync_faults(config: RunConfig) -> list[str]:
     return faults
 
 
-def _broadcast_faults(config: RunConfig) -> list[str]:
+def broadcast_faults(config: RunConfig) -> list[str]:
     """Why weights can not be broadcast to SGLang servers, which do less with them than with those of other ways."""
     faults = []
     if config.rollout.sglang.drafts:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +25,21 @@ def folder(first_run: Finished, tmp_path: Path) -> Path:
     return Path(shutil.copytree(download.uri, tmp_path / "mine", ignore=ignored))
 
 
-def runs_of(name: str) -> list[tuple[str, int]]:
-    """State and number of attempts of the task runs `name`, oldest first."""
+def ended_as(name: str, state: str, attempts: int) -> bool:
+    """Whether the latest task run `name` ended so; the server learns of it by events, a moment later."""
     from prefect import get_client
 
+    deadline = time.monotonic() + 60
+    found: list[tuple[str | None, int]] = []
     with get_client(sync_client=True) as client:
-        task_runs = sorted(client.read_task_runs(), key=lambda task_run: task_run.created or 0)
-    return [(task_run.state_name or "", task_run.run_count) for task_run in task_runs if task_run.name == name]
+        while time.monotonic() < deadline:
+            task_runs = sorted(client.read_task_runs(), key=lambda task_run: task_run.created or 0)
+            found = [(task_run.state_name, task_run.run_count) for task_run in task_runs if task_run.name == name]
+            if found and found[-1] == (state, attempts):
+                return True
+            time.sleep(0.2)
+    print(f"task runs {name}: {found}")
+    return False
 
 
 def test_fault_of_the_model_fails_at_once_and_the_rest_is_shown_as_not_run(
@@ -41,7 +50,7 @@ def test_fault_of_the_model_fails_at_once_and_the_rest_is_shown_as_not_run(
     name = f"broken-{uuid.uuid4().hex[:6]}"
     with pytest.raises(ValueError, match=r"model.safetensors is truncated"):
         run(small_config(tmp_path / "store", name=name, model={"path": str(folder)}))
-    assert runs_of("download")[-1] == ("Failed", 1)
+    assert ended_as("download", "Failed", attempts=1)
     (lineage,) = artifact_text(f"lineage-{name}")
     assert "| download | failed: CheckpointError:" in lineage
     assert lineage.count("| not run |") == len(PIPELINE) - 1
@@ -56,7 +65,7 @@ def test_failed_stage_runs_again_when_its_fault_is_gone(
     published = small_config(tmp_path / "store", upload={"uri": str(target)})
     with pytest.raises(ValueError, match=r"change upload.uri"):
         run(published)
-    assert runs_of("upload")[-1] == ("Failed", 1)
+    assert ended_as("upload", "Failed", attempts=1)
     (target / "latest").unlink()
     assert run(published).ran == {"upload"}
     assert run(published).ran == set()
@@ -78,4 +87,4 @@ def test_fault_that_passes_is_tried_again(
     monkeypatch.setattr(stage_task, "PIPELINE", (*PIPELINE[:-1], replaced))
     assert run(config).ran == {"upload"}
     assert len(calls) == 2
-    assert runs_of("upload")[-1] == ("Completed", 2)
+    assert ended_as("upload", "Completed", attempts=2)

@@ -102,7 +102,7 @@ class SglangEngine:
     def _replace_server(self, answered: list[Completion]) -> None:
         self._receiver.replace_server()
         if self._receiver.needed:
-            if self._host_copy is None:
+            if self._host_copy is None or self._host_copy[1] != self._receiver.version:
                 raise WeightsNeededError(answered)
             self._push(*self._host_copy)
 

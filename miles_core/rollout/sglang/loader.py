@@ -28,13 +28,15 @@ from miles_core.weight_sync.layout import Layout
 from miles_core.weight_sync.packing import copy_all
 
 LOADER = f"{__name__}.exchange"
-LOAD, READ = "load", "read"
+LOAD, READ, REFRESH = "load", "read", "refresh"
+_WIDENED = "_fp32"  # ends the name of a copy that a module makes of a parameter when it first runs
 _BUFFERS = 2  # the pusher fills one while the other is read
 
 
 def header(action: str, layout: Layout, *, first: bool, last: bool) -> str:
-    """What goes with a buffer; `action` is "load" or "read". `first` and `last` of a push: formats whose kernels want
-    another layout are unpacked and packed again around it."""
+    """What goes with a buffer; `action` is "load", "read" or "refresh" (which takes none of the buffer). `first` and
+    `last` of a push: formats whose kernels want another layout are unpacked and packed again around it, and what is
+    derived from weights is renewed after it."""
     return f"{action} {layout.key} {int(first)} {int(last)}\n{layout.text}"
 
 
@@ -50,10 +52,11 @@ def exchange(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> N
             _for_packed_layers(model, "restore_weights_before_loading")
         if action == LOAD:
             _load(model, plans, key, layout, flat)
-        else:
+        elif action == READ:
             _read(model, plans, key, layout, flat)
         if last == "1":
             _for_packed_layers(model, "process_weights_after_loading")
+            _refresh_copies(model)
     synchronize()
 
 
@@ -64,6 +67,18 @@ def _for_packed_layers(model: nn.Module, call: str) -> None:
             if hasattr(scheme, "restore_weights_before_loading"):
                 getattr(scheme, call)(module)
                 break
+
+
+def _refresh_copies(model: nn.Module) -> None:
+    """Brings what modules derived from their weights up to date, in place: CUDA graphs hold its address.
+
+    The routers of SGLang's GLM-4.5 keep `_weight_fp32`, and would choose experts by the first weights for ever.
+    """
+    for module in model.modules():
+        parameters = dict(module.named_parameters(recurse=False))
+        for name, copy in module.named_buffers(recurse=False):
+            if name.startswith("_") and name.endswith(_WIDENED):
+                copy.copy_(parameters[name[1 : -len(_WIDENED)]])
 
 
 @dataclass

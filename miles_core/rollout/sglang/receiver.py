@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from miles_core.rollout.sglang import weights
 from miles_core.rollout.sglang.client import ServerLost
@@ -41,7 +42,12 @@ class ServerWeights:
         return self._take(bucket, lambda url, version: weights.load(url, bucket.handles, version))
 
     def receive_bucket(self, bucket: PushedBucket) -> bool:
-        return self._take(bucket, lambda url, version: weights.receive(url, bucket.layout, version))
+        def receive(url: str, version: int | None) -> None:
+            weights.receive(url, bucket.layout, version)
+            if bucket.last:
+                weights.refresh(url, self.num_ranks)
+
+        return self._take(bucket, receive)
 
     def read_bucket(self, handles: Sequence[str]) -> bool:
         return self._survives(lambda url: weights.read(url, handles))
@@ -60,7 +66,8 @@ class ServerWeights:
     def leave_group(self) -> None:
         if self._in_group:
             self._in_group = False
-            weights.leave_group(self._server.url)
+            with suppress(ServerLost):  # then it has left
+                weights.leave_group(self._server.url)
 
     def release_memory(self, tags: Sequence[str]) -> None:
         """Until the next push; the server must be idle."""

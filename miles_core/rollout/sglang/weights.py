@@ -6,10 +6,12 @@ Its processes read each bucket out of the pusher's device memory (see loader.py 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from miles_core.device import current_device
 from miles_core.rollout.sglang.client import Refused, post
-from miles_core.rollout.sglang.loader import LOADER, header
+from miles_core.rollout.sglang.loader import LOADER, REFRESH, header
 from miles_core.weight_sync.broadcast import GROUP
 from miles_core.weight_sync.bucket import WeightSyncError
 from miles_core.weight_sync.handles import shared_handle
@@ -39,6 +41,13 @@ def load(url: str, handles: Sequence[str], version: int | None) -> None:
 def read(url: str, handles: Sequence[str]) -> None:
     """What the model holds, into the buffer."""
     load(url, handles, None)
+
+
+def refresh(url: str, num_ranks: int) -> None:
+    """Renews what the model derived from its weights; loads by `load` do so by themselves."""
+    layout = Layout((), 0)
+    nothing = torch.zeros(1, dtype=torch.uint8, device=current_device())
+    load(url, [make_handle(REFRESH, layout, nothing, first=False, last=True) for _ in range(num_ranks)], None)
 
 
 def join_group(url: str, address: str, port: int, first_rank: int, world_size: int, backend: str) -> None:

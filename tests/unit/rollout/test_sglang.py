@@ -5,15 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conversion.random_model import make_random_model
-from miles_core.config.model import RandomModelConfig
-from miles_core.config.rollout import SglangConfig
 from miles_core.rollout.engine import GenerateRequest, SamplingParams
 from miles_core.rollout.sglang.client import Refused
-from miles_core.rollout.sglang.engine import SglangEngine
 from miles_core.rollout.sglang.server import ServerError
 from miles_core.rollout.sglang.wire import WireError, generate_payload, to_completion
-from miles_core.weight_sync.bucket import WeightSyncError, bucketize
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "sglang_wire.json").read_text())  # Qwen3-MoE of 12 layers, top 4; 64 tokens in, 8 out
@@ -22,28 +17,6 @@ RECORDED = json.loads((HERE / "sglang_wire.json").read_text())  # Qwen3-MoE of 1
 def request(prompt: list[int], new: int, stop: tuple[int, ...] = (), name: str = "r0") -> GenerateRequest:
     sampling = SamplingParams(max_new_tokens=new, stop_token_ids=stop)
     return GenerateRequest(name, np.array(prompt, dtype=np.int32), sampling, seed=7)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_random_model(folder, **RandomModelConfig(hidden_size=32).model_dump())
-    return folder
-
-
-@pytest.fixture
-def start(model, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(HERE))
-    engines = []
-
-    def start(**settings) -> SglangEngine:
-        settings = {"requests_per_call": 2, "startup_timeout": 30, **settings}
-        engines.append(SglangEngine(model, SglangConfig(**settings), module="sglang_wire_server"))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.close()
 
 
 def test_the_recorded_answer_is_read_in_full() -> None:
@@ -117,17 +90,3 @@ def test_a_refusal_is_not_retried_and_shows_the_servers_words(start) -> None:
 def test_a_server_that_cannot_start_shows_the_end_of_its_log(start) -> None:
     with pytest.raises(ServerError, match="unknown attention backend"):
         start(server_args={"fail_at_start": True})
-
-
-def test_an_incomplete_push_reaches_no_server(start, model) -> None:
-    from safetensors.torch import load_file
-
-    tensors = load_file(model / "model.safetensors")
-    lost, (name, tensor) = "model.norm.weight", tensors.popitem()
-    renamed = {**{n: t for n, t in tensors.items() if n != lost}, name: tensor, "model.norm.wait": tensors[lost]}
-    engine = start()
-    with pytest.raises(
-        WeightSyncError, match=r"1 missing: model\.norm\.weight; 1 unknown to the engine: model\.norm\.wait"
-    ):
-        engine.update_weights(list(bucketize(renamed.items(), 2**20)), 1)
-    assert engine.weight_version() == 0
