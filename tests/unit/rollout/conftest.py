@@ -29,9 +29,7 @@ def start(model):
 
     def start(**settings) -> SglangEngine:
         settings = {"requests_per_call": 2, "startup_timeout": 30, **settings}
-        engines.append(
-            SglangEngine(model, SglangConfig(**settings), bucket_bytes=20_000, module="sglang_wire_server")
-        )
+        engines.append(SglangEngine(model, SglangConfig(**settings), bucket_bytes=20_000, module="sglang_wire_server"))
         return engines[-1]
 
     yield start

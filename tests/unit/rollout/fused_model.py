@@ -1,6 +1,6 @@
-"""A model that holds weights as SGLang's do: query, key and value in one matrix, gate and up in one, experts in blocks, a
-padded vocabulary, each rank of tensor parallelism a slice. Its loader is written as theirs are: loops over names, narrows
-and copies."""
+"""A model that holds weights as SGLang's do: query, key and value in one matrix, gate and up in one, experts in blocks,
+a padded vocabulary, each rank of tensor parallelism a slice. Its loader is written as theirs are: a loop over names that
+narrows and copies."""
 
 import re
 from collections.abc import Iterable
@@ -68,7 +68,14 @@ class FusedModel(nn.Module):
             start = self._places[re.sub(r"experts\.\d+\.", "experts.0.", name)][2]
         else:
             start, sizes[target] = 0, part
-        self._places[name] = (target, expert, start, axis, part[axis] if split else -1, "embed" in name or "lm_head" in name)
+        self._places[name] = (
+            target,
+            expert,
+            start,
+            axis,
+            part[axis] if split else -1,
+            "embed" in name or "lm_head" in name,
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.loads += 1

@@ -49,7 +49,9 @@ def state(model: FusedModel) -> dict[str, torch.Tensor]:
     return {name: parameter.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("options", [{}, {"threads": True}, {"derives": True}, {"mtp_from": 1}, {"rank": 1, "ranks": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"threads": True}, {"derives": True}, {"mtp_from": 1}, {"rank": 1, "ranks": 2}]
+)
 def test_every_push_equals_the_models_own_loading(options: dict) -> None:
     model, own = FusedModel(SHAPES, **options), FusedModel(SHAPES, **options)
     buffer = None
