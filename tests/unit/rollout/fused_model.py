@@ -1,6 +1,6 @@
 """A model that holds weights as SGLang's do: query, key and value in one matrix, gate and up in one, experts in blocks,
-a padded vocabulary, each rank of tensor parallelism a slice. Its loader is written as theirs are: loops over names,
-narrows and copies."""
+a padded vocabulary, each rank of tensor parallelism a slice. Its loader is written as theirs are: a loop over names
+that narrows and copies."""
 
 import re
 from collections.abc import Iterable

@@ -161,6 +161,7 @@ def test_a_draft_must_keep_its_layers() -> None:
     assert not_kept(names, 2, drafts=True) == set(names[1:3])
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_in_a_push_gets_it_again(engine, model: Path) -> None:
     push = WAYS["ipc"](engine)
     push(tensors_of(model, 1), 1, verify=True)
@@ -172,6 +173,7 @@ def test_a_server_that_dies_in_a_push_gets_it_again(engine, model: Path) -> None
     assert ask(engine) == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_server_that_dies_in_a_rollout_never_answers_with_old_weights(way: str, engine, model: Path) -> None:
     version = 10 + list(WAYS).index(way)
