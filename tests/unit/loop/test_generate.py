@@ -65,6 +65,9 @@ def test_a_field_of_the_wrong_length_is_refused() -> None:
     sample = groups_of(PROMPTS, 0)[0][0]
     with pytest.raises(ValueError, match="routed_experts has 5 rows, 5 tokens need 4"):
         Sample(**{**sample.__dict__, "routed_experts": np.zeros((5, 2, 2), dtype=np.int16)})
+    # Each call of a conversation brings the routes of all its tokens: appended, blocks of 4 and 9 rows would be 13.
+    with pytest.raises(ValueError, match="routed_experts has 13 rows, 5 tokens need 4"):
+        Sample(**{**sample.__dict__, "routed_experts": np.zeros((13, 2, 2), dtype=np.int16)})
     with pytest.raises(ValueError, match="loss_mask has 1 entries, the response 2 tokens"):
         Sample(**{**sample.__dict__, "loss_mask": np.ones(1, dtype=np.uint8)})
 
