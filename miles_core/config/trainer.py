@@ -63,6 +63,9 @@ class TrainerConfig(Section):
     routing_replay: bool = True
     """R3: a MoE takes the experts in training that the rollout engine took (no effect on a dense model, nor in
     supervised fine-tuning)."""
+    exact: bool = False
+    """Log-probs of training equal those of the rollout bit for bit, so that their KL is 0 until the first step on a
+    rollout. Slower; docs/exact.md says what it takes and where it is to be had."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
     critic_optimizer: OptimizerConfig | None = None
