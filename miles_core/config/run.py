@@ -18,6 +18,10 @@ from miles_core.config.rollout import RolloutConfig
 from miles_core.config.trainer import TrainerConfig
 
 
+ExactWith = Literal["embedded", "sglang"]
+"""The engine whose log-probs the trainer's equal in every bit."""
+
+
 class StoreConfig(Section):
     """Where artifacts live. Credentials come from the environment (AWS_ACCESS_KEY_ID and so on)."""
 
@@ -119,6 +123,11 @@ class RunConfig(Section):
     def steps_per_rollout(self) -> int:
         """Optimizer steps of one rollout."""
         return self.samples_per_rollout // self.global_batch_size
+
+    @property
+    def exact_with(self) -> ExactWith | None:
+        """The rollout's engine under trainer.exact."""
+        return self.rollout.engine if self.trainer.exact else None
 
     def warnings(self) -> list[str]:
         """What is possible but seldom meant: off-policy training that nothing corrects."""

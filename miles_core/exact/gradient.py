@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class _Valued(torch.autograd.Function):
+class _WithGradientOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exact: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.plain = plain
@@ -29,7 +29,7 @@ def with_gradient_of(plain: Callable[..., Tensor], exact: Callable[..., Tensor],
 
     Only the inputs are kept for the backward pass, which runs `plain` again.
     """
-    return _Valued.apply(exact, plain, *inputs)
+    return _WithGradientOf.apply(exact, plain, *inputs)
 
 
 class _Linear(torch.autograd.Function):
@@ -48,3 +48,18 @@ class _Linear(torch.autograd.Function):
 def linear_with_gradient(exact: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
     """exact(x, weight), x [..., K] times weight [N, K] transposed, with the gradient of that product."""
     return _Linear.apply(exact, x, weight)
+
+
+class _Valued(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plain: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def valued(plain: Tensor, value: Tensor) -> Tensor:
+    """`value`, through which gradients go on to `plain`: two results of one function, already computed."""
+    return _Valued.apply(plain, value)

@@ -85,7 +85,7 @@ def _llama3(frequencies: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / scaling["factor"]
+    return kept * frequencies + (1 - kept) * (frequencies / scaling["factor"])
 
 
 def _yarn(frequencies: torch.Tensor, rope: RopeGeometry, scaling: dict[str, Any]) -> tuple[torch.Tensor, float]:

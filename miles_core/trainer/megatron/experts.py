@@ -48,11 +48,15 @@ class GroupedExperts(MegatronModule):
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens [m, hidden] sorted by expert, int64 [experts] how many each has, gate weights [m] -> [m, hidden]."""
         ends = tokens_per_expert.cumsum(0).to(device=tokens.device, dtype=torch.int32)
-        gate, up = F.grouped_mm(tokens, self.fc1.transpose(1, 2), offs=ends).chunk(2, -1)
+        return self._mlps(ends, tokens, probs, self.fc1, self.fc2), None
+
+    def _mlps(self, ends: Tensor, tokens: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+        """Expert e has the rows from ends[e - 1] to ends[e]."""
+        gate, up = F.grouped_mm(tokens, fc1.transpose(1, 2), offs=ends).chunk(2, -1)
         hidden = self.config.activation_func(gate) * up
         # Scaling here instead of the output moves a factor through a linear map, over fewer elements.
         hidden = (hidden * probs.unsqueeze(-1)).to(tokens.dtype)
-        return F.grouped_mm(hidden, self.fc2.transpose(1, 2), offs=ends), None
+        return F.grouped_mm(hidden, fc2.transpose(1, 2), offs=ends)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

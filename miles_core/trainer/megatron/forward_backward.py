@@ -114,6 +114,7 @@ class PolicyPass:
             vocab_size=geometry.vocab_size,
             logit_softcap=geometry.logit_softcap,
             with_entropy=with_entropy,
+            exact=self.model.config.exact_with == "embedded",
         )
 
 

@@ -12,6 +12,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from miles_core.exact import functions
+from miles_core.exact.gradient import linear_with_gradient, valued
+
 LOGITS_AT_ONCE = 2**27  # 512 MiB in fp32
 
 
@@ -24,6 +27,7 @@ def token_log_probs(
     vocab_size: int,
     logit_softcap: float | None = None,
     with_entropy: bool = False,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(hidden @ weight^T / temperature)[targets] in fp32, differentiable, with any tensor-parallel layout.
 
@@ -35,16 +39,28 @@ def token_log_probs(
         vocab_size: true size of the vocabulary.
         logit_softcap: logits pass cap * tanh(logit / cap) first (Gemma 2).
         with_entropy: also give the entropy of each distribution.
+        exact: log-probs are those of miles_core/exact/, and need the whole vocabulary on one rank.
 
     Returns:
         log-probs fp32 [N, m], entropy fp32 [N] or None.
     """
 
+    whole = functions.weight_rows(output_weight.detach()) if exact else None
+
     def rows(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        logits = torch.nn.functional.linear(hidden, output_weight).float()
+        if whole is None:
+            logits = torch.nn.functional.linear(hidden, output_weight).float()
+        else:
+            logits = linear_with_gradient(
+                lambda x, _: functions.linear(x, whole, dtype=torch.float32), hidden, output_weight
+            )
         if logit_softcap is not None:
             logits = logit_softcap * torch.tanh(logits / logit_softcap)
-        return _VocabularyParallel.apply(logits / temperature, targets, vocab_size, with_entropy)
+        logits = logits / temperature
+        log_probs, entropy = _VocabularyParallel.apply(logits, targets, vocab_size, with_entropy)
+        if exact:
+            log_probs = valued(log_probs, functions.log_softmax(logits.detach()).gather(-1, targets))
+        return log_probs, entropy
 
     chunk = max(LOGITS_AT_ONCE // len(output_weight), 1)
     if len(targets) <= chunk:

@@ -4,17 +4,22 @@ The only place that names TransformerConfig's fields. What megatron-core, or the
 express is refused here with the value found.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 from torch.nn import functional as F
 
 from conversion.geometry import MlaGeometry, ModelGeometry, MoeGeometry
 from miles_core.config.trainer import TrainerConfig
+from miles_core.config.run import ExactWith
 from miles_core.device import device_type
+from miles_core.exact.functions import activation
+from miles_core.exact.gradient import with_gradient_of
 
 
 class UnsupportedGeometryError(ValueError):
@@ -23,9 +28,10 @@ class UnsupportedGeometryError(ValueError):
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """TransformerConfig that also carries the geometry, for the modules of ours."""
+    """TransformerConfig that also carries the geometry, for the modules of ours, and the engine to equal in each bit."""
 
     geometry: ModelGeometry | None = None
+    exact_with: ExactWith | None = None
 
 
 @dataclass
@@ -33,10 +39,16 @@ class LatentDecoderConfig(MLATransformerConfig):
     """The same with latent attention."""
 
     geometry: ModelGeometry | None = None
+    exact_with: ExactWith | None = None
 
 
 def transformer_config(
-    geometry: ModelGeometry, trainer: TrainerConfig, *, mtp_num_layers: int, routing_replay: bool
+    geometry: ModelGeometry,
+    trainer: TrainerConfig,
+    *,
+    mtp_num_layers: int,
+    routing_replay: bool,
+    exact_with: ExactWith | None = None,
 ) -> DecoderConfig | LatentDecoderConfig:
     """TransformerConfig of the model and the layout.
 
@@ -45,6 +57,7 @@ def transformer_config(
         trainer: precision and parallel sizes.
         mtp_num_layers: MTP layers to build.
         routing_replay: give every router a place for replayed experts.
+        exact_with: the engine whose log-probs are to be had bit for bit.
 
     Raises:
         UnsupportedGeometryError: lists what cannot be expressed.
@@ -57,6 +70,7 @@ def transformer_config(
     parallel = trainer.parallel
     fields: dict[str, Any] = {
         "geometry": geometry,
+        "exact_with": exact_with,
         "num_layers": geometry.num_layers,
         "hidden_size": geometry.hidden_size,
         "num_attention_heads": geometry.num_heads,
@@ -69,7 +83,7 @@ def transformer_config(
         "layernorm_zero_centered_gamma": geometry.norm_plus_one,
         "qk_layernorm": geometry.qk_norm != "none",
         "gated_linear_unit": True,
-        "activation_func": F.silu if geometry.activation == "silu" else partial(F.gelu, approximate="tanh"),
+        "activation_func": _activation(geometry, exact_with),
         "add_bias_linear": False,  # biases of single projections: layer_spec.py
         "add_qkv_bias": geometry.qkv_bias,
         "softmax_scale": geometry.attention_scale,
@@ -89,7 +103,7 @@ def transformer_config(
         # Weights are read from a checkpoint: neither random initialization nor a copy on the host.
         "perform_initialization": False,
         "use_cpu_initialization": not on_gpu,
-        "bias_activation_fusion": on_gpu and geometry.activation == "silu",
+        "bias_activation_fusion": on_gpu and geometry.activation == "silu" and exact_with is None,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
@@ -108,6 +122,14 @@ def transformer_config(
     # allgather dispatcher, whose ranks must hold equally many tokens: batching gives them that.
     config.variable_seq_lengths = parallel.pipeline > 1
     return config
+
+
+def _activation(geometry: ModelGeometry, exact_with: ExactWith | None) -> Callable[[Tensor], Tensor]:
+    plain = F.silu if geometry.activation == "silu" else partial(F.gelu, approximate="tanh")
+    if exact_with == "embedded":
+        exact = partial(activation, geometry.activation)
+        return lambda x: with_gradient_of(plain, exact, x)
+    return plain
 
 
 def _moe_fields(moe: MoeGeometry, routing_replay: bool) -> dict[str, Any]:

@@ -29,8 +29,12 @@ class Rotation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., s, head_dim] -> the same, place i of s rotated as position i."""
-        cos, sin = _tables(self, x.shape[-2], x.device)
+        cos, sin = self.tables(x.shape[-2], x.device)
         return _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))
+
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, float32 [length, rotary_dim / 2]."""
+        return _tables(self, length, device)
 
     def inverse_frequencies(self) -> Tensor:
         """Angle per position of each pair of dims, float32 [rotary_dim / 2]: theta^(-2i / rotary_dim), scaled.
@@ -54,7 +58,7 @@ class Rotation:
 
 @functools.lru_cache(maxsize=16)
 def _tables(rotation: Rotation, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [length, rotary_dim / 2]; made once for all layers."""
+    """Made once for all layers."""
     angles = torch.outer(torch.arange(length).float(), rotation.inverse_frequencies()).to(device)
     return angles.cos(), angles.sin()
 

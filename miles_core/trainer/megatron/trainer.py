@@ -67,7 +67,9 @@ class MegatronTrainer:
         self._rules = rules_for(geometry, mtp_num_layers)
         self._hf_dtypes = _hf_dtypes(checkpoint)
         replays = config.trainer.routing_replay and geometry.moe is not None and not config.algorithm.is_supervised
-        transformer = partial(transformer_config, geometry, config.trainer, routing_replay=replays)
+        transformer = partial(
+            transformer_config, geometry, config.trainer, routing_replay=replays, exact_with=config.exact_with
+        )
         policy_config = transformer(mtp_num_layers=mtp_num_layers)
         place = parallel.join(
             config.trainer, rank=rank, world_size=world_size, init_method=init_method, seed=config.seed
