@@ -23,7 +23,8 @@ def preflight(config: RunConfig) -> PreflightReport:
     faults = [*model_faults(config), *_data_faults(config), *_store_faults(config)]
     if config.cluster.address is not None:  # packages and processors matter where the loop runs
         return PreflightReport(faults, [])
-    return PreflightReport([*faults, *_missing_packages(config)], _machine_warnings(config))
+    faults += [*_missing_packages(config), *_machine_faults(config)]
+    return PreflightReport(faults, _machine_warnings(config))
 
 
 def _data_faults(config: RunConfig) -> list[str]:
@@ -89,9 +90,21 @@ def _missing_packages(config: RunConfig) -> list[str]:
     ]
 
 
+def _machine_faults(config: RunConfig) -> list[str]:
+    if config.exact_with == "embedded" and _gpus():
+        return [
+            "trainer.exact=true with rollout.engine=embedded runs on CPUs, and this machine has GPUs: set one of them"
+        ]
+    return []
+
+
+def _gpus() -> int:
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
 def _machine_warnings(config: RunConfig) -> list[str]:
     warnings = []
-    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+    gpus = _gpus()
     ranks, cpus = config.trainer.num_ranks, config.cluster.num_cpus or os.cpu_count() or 1
     if gpus and ranks > gpus:
         warnings.append(f"trainer.num_ranks {ranks} on {gpus} GPUs: each rank wants one of its own")

@@ -17,7 +17,6 @@ from miles_core.config.model import ModelConfig, QuantizeConfig
 from miles_core.config.rollout import RolloutConfig
 from miles_core.config.trainer import TrainerConfig
 
-
 ExactWith = Literal["embedded", "sglang"]
 """The engine whose log-probs the trainer's equal in every bit."""
 
@@ -153,6 +152,8 @@ class RunConfig(Section):
         faults = [*_batch_faults(self), *_data_faults(self), *_algorithm_faults(self)]
         if self.algorithm.is_supervised:
             faults += _supervised_faults(self)
+        if self.trainer.exact:
+            faults += _exact_faults(self)
         if faults:
             raise FaultsError(faults)
         return self
@@ -244,6 +245,31 @@ def _supervised_faults(config: RunConfig) -> list[str]:
         faults.append("rollout.dynamic_sampling=true has no effect on policy_loss=sft")
     if data.prompts is not None and data.label_key is None:
         faults.append("policy_loss=sft on data.prompts learns the labels as answers: set data.label_key")
+    return faults
+
+
+def _exact_faults(config: RunConfig) -> list[str]:
+    """What keeps log-probs of training and rollout from being equal in every bit."""
+    faults = []
+    trainer = config.trainer
+    for name, size in (("tensor", trainer.parallel.tensor), ("expert", trainer.parallel.expert)):
+        if size > 1:
+            faults.append(
+                f"trainer.exact=true with trainer.parallel.{name} {size}: ranks would add up their parts of a sum in an "
+                "order of their own; set it to 1"
+            )
+    if config.quantize.format != "none":
+        faults.append(
+            f"trainer.exact=true with quantize.format={config.quantize.format}: the rollout's weights are not the "
+            "trained ones; set it to none"
+        )
+    if not trainer.routing_replay:
+        faults.append(
+            "trainer.exact=true with trainer.routing_replay=false: a token on the border of two experts could take "
+            "either; set it to true (dense models do not mind)"
+        )
+    if config.algorithm.is_supervised:
+        faults.append("trainer.exact=true has no effect on policy_loss=sft: nothing is sampled")
     return faults
 
 

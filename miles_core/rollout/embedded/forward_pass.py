@@ -10,7 +10,6 @@ from conversion.geometry import ModelGeometry
 from miles_core.rollout.embedded.kv_cache import KVCache
 from miles_core.rollout.embedded.rope import RopeTables, Rotation
 
-
 Attention = Callable[..., torch.Tensor]
 """(q, k, v, visible, scale, softcap), shapes as of `softmax_attention`; visible is bool."""
 

@@ -54,7 +54,9 @@ def _run(decoder: Decoder, sequences: Sequence[np.ndarray]) -> Iterator[tuple[in
     ropes = decoder.ropes(max(lengths, default=0))
     for batch in padded_batches(lengths):
         ids = pad([sequences[i] for i in batch])
-        step = PromptPass(decoder.geometry, ropes, attention=decoder.attention, num_sequences=ids.shape[0], length=ids.shape[1])
+        step = PromptPass(
+            decoder.geometry, ropes, attention=decoder.attention, num_sequences=ids.shape[0], length=ids.shape[1]
+        )
         hidden = decoder.forward(ids.flatten().to(decoder.device), step).unflatten(0, ids.shape)
         routes = step.recorded_routes().reshape(*ids.shape, len(decoder.moe_layers), decoder.top_k)
         for row, index in enumerate(batch):

@@ -44,9 +44,7 @@ def decoder_spec(config: DecoderConfig | LatentDecoderConfig, geometry: ModelGeo
     first = get_transformer_layer_offset(config)
     layers = range(first, first + get_num_layers_to_build(config))
     parts = parts_for(config.exact_with)
-    return TransformerBlockSubmodules(
-        layer_specs=[_layer(geometry, i, parts) for i in layers], layer_norm=parts.norm
-    )
+    return TransformerBlockSubmodules(layer_specs=[_layer(geometry, i, parts) for i in layers], layer_norm=parts.norm)
 
 
 def mtp_spec(geometry: ModelGeometry, mtp_num_layers: int) -> MultiTokenPredictionBlockSubmodules:

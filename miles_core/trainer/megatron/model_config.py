@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conversion.geometry import MlaGeometry, ModelGeometry, MoeGeometry
-from miles_core.config.trainer import TrainerConfig
 from miles_core.config.run import ExactWith
+from miles_core.config.trainer import TrainerConfig
 from miles_core.device import device_type
 from miles_core.exact.functions import activation
 from miles_core.exact.gradient import with_gradient_of
@@ -62,7 +62,10 @@ def transformer_config(
     Raises:
         UnsupportedGeometryError: lists what cannot be expressed.
     """
-    if faults := _faults(geometry, trainer):
+    faults = _faults(geometry, trainer)
+    if exact_with is not None and geometry.mla is not None:
+        faults.append("latent attention with trainer.exact=true: engines multiply its matrices in another order")
+    if faults:
         raise UnsupportedGeometryError(f"{geometry.architecture}: " + "; ".join(faults))
     on_gpu = device_type() != "cpu"
     bf16 = trainer.precision == "bf16"
