@@ -255,7 +255,7 @@ def _exact_faults(config: RunConfig) -> list[str]:
     for name, size in (("tensor", trainer.parallel.tensor), ("expert", trainer.parallel.expert)):
         if size > 1:
             faults.append(
-                f"trainer.exact=true with trainer.parallel.{name} {size}: ranks would add up their parts of a sum in an "
+                f"trainer.exact=true with trainer.parallel.{name} {size}: ranks would add up parts of a sum in an "
                 "order of their own; set it to 1"
             )
     if config.quantize.format != "none":

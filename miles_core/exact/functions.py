@@ -105,7 +105,7 @@ def attention(
         visible: bool, broadcastable to [..., queries, columns].
         scale: factor on q k^T.
         softcap: bound c of the scores, c * tanh(score / c).
-        max_length: the model's; every row of visible keys is shorter. Decides how finely weights and values are rounded.
+        max_length: the model's; no row has more visible keys. Decides how finely weights and values are rounded.
 
     Returns:
         [..., queries, dv] in v's dtype.

@@ -5,7 +5,7 @@ whole batch: the same token gives other last digits alone than among others. Who
 long as every sum stays below 2^53, the largest that float64 counts without gaps. So each row is rounded, once and by
 itself, to whole multiples of a power of two; their products are added in float64, without any error; and the result is
 rounded back once. It depends on its own two rows alone: not on the batch, on padding, on threads, or on the library
-that multiplies. (The idea of Ozaki et al., "Error-free transformations of matrix multiplication", 2012, with one slice.)
+that multiplies. (The idea of Ozaki et al., "Error-free transformations of matrix multiplication", 2012, one slice.)
 
 A row of K numbers keeps about (53 - log2 K) / 2 bits relative to its largest: 23 of float32's 24 at K = 128, 20 at
 K = 4096. The sum itself is then exact, so results are about as close to the true ones as float32's own.

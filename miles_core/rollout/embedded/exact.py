@@ -1,4 +1,4 @@
-"""The decoder whose results do not depend on what a token is batched with; the trainer's exact mode gives the same bits.
+"""The decoder whose results do not depend on what a token is batched with; trainer.exact gives the same bits.
 
 Weights, their names and loading are the Decoder's. Each step is computed by miles_core/exact/, in the order in which
 the trainer's layers compute it, so that the two agree in every bit and not only in most digits.

@@ -28,7 +28,7 @@ class UnsupportedGeometryError(ValueError):
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """TransformerConfig that also carries the geometry, for the modules of ours, and the engine to equal in each bit."""
+    """TransformerConfig that also carries the geometry, for the modules of ours, and the engine to equal exactly."""
 
     geometry: ModelGeometry | None = None
     exact_with: ExactWith | None = None

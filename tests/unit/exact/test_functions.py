@@ -114,5 +114,5 @@ def test_a_machine_whose_functions_depend_on_the_place_is_refused(monkeypatch: p
         return torch.cat([exp(x[:body]), exp(x[body:] * (1 + 1e-7))])
 
     monkeypatch.setattr(torch, "exp", uneven)
-    with pytest.raises(exact.InexactMachineError, match="uneven of torch.float32"):
+    with pytest.raises(exact.InexactMachineError, match="uneven of torch"):
         exact.check_this_machine.__wrapped__()
