@@ -5,14 +5,14 @@
                   └────── weights, version = rollouts trained so far ◄──┘        checkpoint when due, marker last
 
 Every algorithm is this loop. PPO's critic and a teacher have their say between rewards and advantages; supervised
-fine-tuning has a collector that serves given answers, and no engines.
+fine-tuning has a collector that serves given answers, and no engines; nor does training on saved rollouts.
 
 Everything that decides the next rollout is in the trainer's checkpoint and in the collector's state, so a run that is
 killed anywhere and started again gives the same weights, bit for bit, as one that was never interrupted.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from miles_core.checkpoint import CheckpointFolder
 from miles_core.config.run import RunConfig
 from miles_core.observability.metrics import Metrics, Sink, Timers
 from miles_core.rollout.collect import Collector
+from miles_core.rollout.saved import RolloutFolder, weights_digest
 from miles_core.rollout.teachers import Teacher
 from miles_core.train_batch import build_train_batches
 from miles_core.trainer.trainer import Trainer
@@ -52,6 +53,8 @@ class Controller:
     checkpoints: CheckpointFolder
     sinks: Sequence[Sink]
     teacher: Teacher | None = None
+    saved: RolloutFolder | None = None  # gets every rollout
+    _weights: str = field(default="", init=False)  # digest of what the engines serve
 
     def run(self) -> Path:
         """Trains up to `rollout.num_rollout` and returns the last checkpoint's folder."""
@@ -82,6 +85,8 @@ class Controller:
         with timers.time("perf/step_time"):
             with timers.time("perf/rollout_time"):
                 groups, metrics = self.collector.collect()
+            if self.saved is not None:
+                self.saved.save(rollout_id, groups, self._weights)
             with timers.time("perf/actor_train_time"):
                 steps, batch_metrics = build_train_batches(groups, self.config, self.trainer, self.teacher)
                 step_metrics = [self._train(step, rollout_id) for step in steps]
@@ -112,6 +117,7 @@ class Controller:
             return
         buckets, digests = self.trainer.weight_buckets(self.quantized, BUCKET_BYTES)
         self.engines.update_weights(buckets, digests, version)
+        self._weights = weights_digest(digests)
 
 
 def _over_steps(steps: Sequence[Metrics]) -> Metrics:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from miles_core.config.preflight_model import model_faults
 from miles_core.config.run import RunConfig
+from miles_core.rollout.files import rollout_file
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class PreflightReport:
 
 def preflight(config: RunConfig) -> PreflightReport:
     """Looks at everything that the configuration points to. Changes nothing but a probe object in the stores."""
-    faults = [*model_faults(config), *_data_faults(config), *_store_faults(config)]
+    faults = [*model_faults(config), *_data_faults(config), *_store_faults(config), *_debug_faults(config)]
     if config.cluster.address is not None:  # packages and processors matter where the loop runs
         return PreflightReport(faults, [])
     faults += [*_missing_packages(config), *_machine_faults(config)]
@@ -57,6 +58,19 @@ def _data_faults(config: RunConfig) -> list[str]:
             if not find_module(module):
                 faults.append(f"reward.function {config.reward.function!r}: there is no module {module}")
     return faults
+
+
+def _debug_faults(config: RunConfig) -> list[str]:
+    folder, wanted = config.debug.load_rollouts, config.rollout.num_rollout
+    if folder is None:
+        return []
+    missing = [i for i in range(wanted) if not rollout_file(Path(folder), i).is_file()]
+    if not missing:
+        return []
+    return [
+        f"debug.load_rollouts {folder} has {wanted - len(missing)} of the {wanted} rollouts of rollout.num_rollout, "
+        f"{rollout_file(Path(folder), missing[0]).name} is missing: lower rollout.num_rollout or save more"
+    ]
 
 
 def _store_faults(config: RunConfig) -> list[str]:

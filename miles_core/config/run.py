@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from miles_core.config.algorithm import AlgorithmConfig
 from miles_core.config.base import Section
 from miles_core.config.data import DataConfig, RewardConfig
+from miles_core.config.debug import DebugConfig
 from miles_core.config.distillation import DistillationConfig
 from miles_core.config.faults import FaultsError
 from miles_core.config.model import ModelConfig, QuantizeConfig
@@ -107,6 +108,8 @@ class RunConfig(Section):
     """Artifacts."""
     cluster: ClusterConfig = ClusterConfig()
     """Ray."""
+    debug: DebugConfig = DebugConfig()
+    """Rollouts as files."""
 
     @property
     def samples_per_rollout(self) -> int:
@@ -243,6 +246,10 @@ def _supervised_faults(config: RunConfig) -> list[str]:
         )
     if r.dynamic_sampling:
         faults.append("rollout.dynamic_sampling=true has no effect on policy_loss=sft")
+    if config.debug.save_rollouts or config.debug.load_rollouts:
+        faults.append(
+            "debug.save_rollouts and debug.load_rollouts have no effect on policy_loss=sft: nothing is sampled"
+        )
     if data.prompts is not None and data.label_key is None:
         faults.append("policy_loss=sft on data.prompts learns the labels as answers: set data.label_key")
     return faults
