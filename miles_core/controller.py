@@ -5,7 +5,7 @@
                   └────── weights, version = rollouts trained so far ◄──┘        checkpoint when due, marker last
 
 Every algorithm is this loop. PPO's critic and a teacher have their say between rewards and advantages; supervised
-fine-tuning has a collector that serves given answers, and no engines.
+fine-tuning has a collector that serves given answers, and no engines; nor does training on saved rollouts.
 
 Everything that decides the next rollout is in the trainer's checkpoint and in the collector's state, so a run that is
 killed anywhere and started again gives the same weights, bit for bit, as one that was never interrupted.
@@ -20,6 +20,7 @@ from miles_core.checkpoint import CheckpointFolder
 from miles_core.config.run import RunConfig
 from miles_core.observability.metrics import Metrics, Sink, Timers
 from miles_core.rollout.collect import Collector
+from miles_core.rollout.saved import RolloutFolder
 from miles_core.rollout.teachers import Teacher
 from miles_core.train_batch import build_train_batches
 from miles_core.trainer.trainer import Trainer
@@ -37,6 +38,10 @@ class WeightSync(Protocol):
         """No engine is at work until the next push."""
         ...
 
+    def digest(self) -> str:
+        """`weights_digest` of what the last push brought; asked for before the trainer goes on."""
+        ...
+
 
 @dataclass
 class Controller:
@@ -49,6 +54,7 @@ class Controller:
     checkpoints: CheckpointFolder
     sinks: Sequence[Sink]
     teacher: Teacher | None = None
+    saved: RolloutFolder | None = None  # gets every rollout
 
     def run(self) -> Path:
         """Trains up to `rollout.num_rollout` and returns the last checkpoint's folder."""
@@ -81,6 +87,9 @@ class Controller:
                 groups, metrics = self.collector.collect()
             if self.weights is not None:
                 self.weights.release_devices()
+            if self.saved is not None:
+                assert self.weights is not None, "what is saved has been sampled"
+                self.saved.save(rollout_id, groups, self.weights.digest())
             with timers.time("perf/actor_train_time"):
                 steps, batch_metrics = build_train_batches(groups, self.config, self.trainer, self.teacher)
                 step_metrics = [self._train(step, rollout_id) for step in steps]

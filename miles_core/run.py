@@ -88,7 +88,8 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
     from miles_core.cluster.weight_push import WeightPush
     from miles_core.controller import Controller
     from miles_core.data.tokenization import load_tokenizer
-    from miles_core.rollout.collectors import build_collector, load_training_data
+    from miles_core.rollout.collectors import build_collector, load_training_data, samples_anew
+    from miles_core.rollout.saved import saved_rollouts
 
     config = spec.config
     model_folder, rollout_folder = store.fetch(spec.model), store.fetch(spec.rollout_model)
@@ -121,19 +122,20 @@ def _loop(spec: TrainSpec, store: ArtifactStore, work: Path, on_metrics: OnMetri
             opened.callback(sink.close)
         trainer = opened.enter_context(closing(TrainGroup(config, geometry, model_folder)))
         engines = weights = teacher = None
-        if not config.algorithm.is_supervised:
+        if samples_anew(config):
             engines = opened.enter_context(closing(RolloutGroup(config, rollout_folder)))
             weights = WeightPush(config, trainer, engines, quantized_in_folder(rollout_folder))
         if config.algorithm.needs_teacher:
             teacher = opened.enter_context(closing(TeacherGroup(config, rollout_folder)))
         final = Controller(
             config=config,
-            collector=build_collector(config, data, tokenizer, engines.generate if engines else None),
+            collector=build_collector(config, data, tokenizer, rollout_folder, engines.generate if engines else None),
             trainer=trainer,
             weights=weights,
             checkpoints=checkpoints,
             sinks=sinks,
             teacher=teacher,
+            saved=saved_rollouts(config, rollout_folder),
         ).run()
         digests = trainer.weight_digests()
     (work / WEIGHTS_FILE).write_text(json.dumps(digests, indent=0, sort_keys=True))

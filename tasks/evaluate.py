@@ -15,6 +15,7 @@ def reads(config: RunConfig) -> dict[str, Any]:
         "evaluate": config.evaluate.model_dump(mode="json"),
         "max_new_tokens": config.rollout.sampling.max_new_tokens,
         "engine": config.rollout.engine,
+        "exact": config.trainer.exact,
         "seed": config.seed,
     }
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from miles_core.config.run import RunConfig
 from miles_core.rewards.function import module_file, split_path
+from miles_core.rollout.files import rollout_file
 from tasks.file_digest import file_digests
 from tasks.hub import is_wanted
 
@@ -38,3 +39,9 @@ def file_digest(path: Path) -> str:
 def model_digests(folder: Path) -> dict[str, str]:
     """Name -> sha256 of the files of a Hugging Face folder that belong to the model."""
     return file_digests(sorted(path for path in folder.iterdir() if path.is_file() and is_wanted(path.name)))
+
+
+def rollout_digests(config: RunConfig) -> dict[str, str]:
+    """Name -> sha256 of the saved rollouts that a run trains on."""
+    folder = Path(config.debug.load_rollouts or "")
+    return file_digests([rollout_file(folder, i) for i in range(config.rollout.num_rollout)])

@@ -6,7 +6,7 @@ from typing import Any
 from miles_core.config.run import RunConfig
 from miles_core.run import KIND, TrainSpec
 from storage.manifest import ArtifactRef
-from tasks.named_files import data_and_reward, model_digests
+from tasks.named_files import data_and_reward, model_digests, rollout_digests
 from tasks.stage import StageJob, StageSpec
 
 
@@ -25,8 +25,11 @@ def reads(config: RunConfig) -> dict[str, Any]:
             "upload": True,
             "store": True,
             "cluster": True,
+            "debug": True,
         },
     )
+    if config.debug.load_rollouts is not None:
+        params["saved_rollouts"] = rollout_digests(config)
     teachers = [model_digests(Path(folder)) for folder in config.distillation.teachers]
     return {**params, **data_and_reward(config, "train"), "teachers": teachers}
 

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from flows.cli.debug import Debug, run_debug
 from flows.cli.options import ConfigFile, Json, Overrides, Preset, checked_config, err, out, print_json
 from flows.server import start
 from flows.summary import RunSummary
@@ -17,9 +18,19 @@ def run(
     set_: Overrides = None,
     refresh: Annotated[list[str] | None, typer.Option(help="Run this stage again even if it is cached.")] = None,
     from_stage: Annotated[str | None, typer.Option(help="Run this stage and all after it again.")] = None,
+    debug: Annotated[
+        Debug | None,
+        typer.Option(
+            help="Only half of the loop, without Prefect: rollout samples with the initial model into "
+            "debug.save_rollouts, train trains on debug.load_rollouts."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Run all stages; those whose result is in the store are skipped, an interrupted one goes on."""
+    if debug is not None:
+        run_debug(debug, preset, config, set_, json=json)
+        return
     stages = [_stage(name) for name in refresh or []]
     first = _stage(from_stage) if from_stage else None
     loaded = checked_config(preset, config, set_)

@@ -3,11 +3,14 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from miles_core.cluster.session import local_ray
+from miles_core.config.run import RunConfig
 from miles_core.observability.metrics import OnMetrics
 from miles_core.run import KIND, TrainSpec, train
+from miles_core.sampling import sample_rollouts
 from storage.manifest import ArtifactRef
 
 METRICS_PREFIX = "MILES_METRICS "
@@ -29,6 +32,12 @@ def run_training(spec: TrainSpec, on_metrics: OnMetrics) -> ArtifactRef:
         with local_ray(spec.config.cluster):
             return train(spec, on_metrics)
     return asyncio.run(_follow(spec, on_metrics))
+
+
+def run_sampling(config: RunConfig, model_folder: Path) -> Path:
+    """Samples rollouts without training, on a Ray of this process; see miles_core/sampling.py."""
+    with local_ray(config.cluster):
+        return sample_rollouts(config, model_folder)
 
 
 def stop_training(spec: TrainSpec) -> bool:

@@ -111,12 +111,13 @@ class TrainRank:
                 self._sender = SharedMemorySender(settings.bucket_bytes, make_handle)
         return self._sender
 
-    def weight_digests(self) -> dict[str, str] | None:
-        """Rank 0: the digest of each tensor as it is trained."""
+    def weight_digests(self, quantized: frozenset[str]) -> dict[str, str] | None:
+        """Rank 0: the digest of each tensor, those in `quantized` in the rollout's number format."""
+        weights = self._encoded_weights(quantized)
         if self._rank != 0:
-            _take_part(self._trainer.named_weights())
+            _take_part(weights)
             return None
-        return {name: tensor_digest(tensor) for name, tensor in self._trainer.named_weights()}
+        return {name: tensor_digest(tensor) for name, tensor in weights}
 
 
 def _take_part(weights: Iterable[Any]) -> None:
@@ -172,9 +173,10 @@ class TrainGroup:
         used now goes back to the devices."""
         return max(resolve([rank.free_memory.remote(for_engines) for rank in self._ranks]))
 
-    def weight_digests(self) -> dict[str, str]:
-        """Digest of each tensor as it is trained, by Hugging Face name."""
-        return resolve([rank.weight_digests.remote() for rank in self._ranks])[0]
+    def weight_digests(self, quantized: frozenset[str] = frozenset()) -> dict[str, str]:
+        """Digest of each tensor by Hugging Face name: as it is trained, or, of the names in `quantized`, as engines
+        hold it."""
+        return resolve([rank.weight_digests.remote(quantized) for rank in self._ranks])[0]
 
     def refresh_reference(self) -> None:
         self._all("refresh_reference")

@@ -6,6 +6,7 @@ from miles_core.cluster.rollout_group import RolloutGroup
 from miles_core.cluster.train_group import TrainGroup
 from miles_core.config.run import RunConfig
 from miles_core.observability.metrics import Metrics
+from miles_core.rollout.saved import weights_digest
 from miles_core.weight_sync.bucket import WeightSyncError
 from miles_core.weight_sync.transport import transport_of
 
@@ -49,6 +50,10 @@ class WeightPush:
         verify = self._interval > 0 and self._pushes % self._interval == 0
         self._pushes, self._version = self._pushes + 1, version
         return metrics | self._push_to(range(len(self._engines.handles)), verify)
+
+    def digest(self) -> str:
+        """Of the weights as engines hold them, while the trainer's are still those of the last push."""
+        return weights_digest(self._trainer.weight_digests(self._quantized))
 
     def _push_again(self, engines: Sequence[int]) -> None:
         """To engines that were started anew in the midst of a rollout."""

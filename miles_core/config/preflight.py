@@ -8,6 +8,7 @@ from pathlib import Path
 
 from miles_core.config.preflight_model import model_faults
 from miles_core.config.run import RunConfig
+from miles_core.rollout.files import rollout_file
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,11 @@ class PreflightReport:
 
 def preflight(config: RunConfig) -> PreflightReport:
     """Looks at everything that the configuration points to. Changes nothing but a probe object in the stores."""
-    faults = [*model_faults(config), *_data_faults(config), *_store_faults(config)]
+    faults = [*model_faults(config), *_data_faults(config), *_store_faults(config), *_debug_faults(config)]
     if config.cluster.address is not None:  # packages and processors matter where the loop runs
         return PreflightReport(faults, [])
-    return PreflightReport([*faults, *_missing_packages(config)], _machine_warnings(config))
+    faults += [*_missing_packages(config), *_machine_faults(config)]
+    return PreflightReport(faults, _machine_warnings(config))
 
 
 def _data_faults(config: RunConfig) -> list[str]:
@@ -58,6 +60,19 @@ def _data_faults(config: RunConfig) -> list[str]:
     return faults
 
 
+def _debug_faults(config: RunConfig) -> list[str]:
+    folder, wanted = config.debug.load_rollouts, config.rollout.num_rollout
+    if folder is None:
+        return []
+    missing = [i for i in range(wanted) if not rollout_file(Path(folder), i).is_file()]
+    if not missing:
+        return []
+    return [
+        f"debug.load_rollouts {folder} has {wanted - len(missing)} of the {wanted} rollouts of rollout.num_rollout, "
+        f"{rollout_file(Path(folder), missing[0]).name} is missing: lower rollout.num_rollout or save more"
+    ]
+
+
 def _store_faults(config: RunConfig) -> list[str]:
     from storage.filesystem import check_writable
     from storage.retry import StoreError
@@ -89,9 +104,19 @@ def _missing_packages(config: RunConfig) -> list[str]:
     ]
 
 
+def _machine_faults(config: RunConfig) -> list[str]:
+    if config.trainer.exact and _gpus():
+        return [f"trainer.exact=true is for CPUs, and this machine has {_gpus()} GPUs: set trainer.exact=false"]
+    return []
+
+
+def _gpus() -> int:
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
 def _machine_warnings(config: RunConfig) -> list[str]:
     warnings = []
-    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+    gpus = _gpus()
     ranks, cpus = config.trainer.num_ranks, config.cluster.num_cpus or os.cpu_count() or 1
     if gpus and ranks > gpus:
         warnings.append(f"trainer.num_ranks {ranks} on {gpus} GPUs: each rank wants one of its own")

@@ -27,6 +27,7 @@ class _Model:
     config: Mapping[str, Any]  # config.json
     geometry: ModelGeometry
     shapes: Mapping[str, tuple[int, ...]] | None = None  # of its tensors, by name
+    dtypes: frozenset[str] = frozenset()  # of its tensors
 
 
 def model_faults(config: RunConfig) -> list[str]:
@@ -45,6 +46,7 @@ def model_faults(config: RunConfig) -> list[str]:
         *_length_faults(config, model),
         *_quantize_faults(config, model),
         *(f"{architecture}: {fault}" for fault in layout_faults(model.geometry, config.trainer)),
+        *_exact_faults(config, model),
     ]
 
 
@@ -65,8 +67,10 @@ def _look(config: RunConfig, faults: list[str]) -> _Model | None:
         )
     faults += _tokenizer_faults(config, folder)
     described = read_json(folder / "config.json")
-    shapes = {name: spec.shape for name, spec in read_headers(folder).items()}
-    return _Model(described, geometry_from_config(described), shapes)
+    headers = read_headers(folder)
+    shapes = {name: spec.shape for name, spec in headers.items()}
+    dtypes = frozenset(spec.dtype for spec in headers.values())
+    return _Model(described, geometry_from_config(described), shapes, dtypes)
 
 
 def _look_into_hub_cache(config: RunConfig, faults: list[str]) -> _Model | None:
@@ -135,3 +139,21 @@ def _quantize_faults(config: RunConfig, model: _Model) -> list[str]:
         f"trainer.qat=true with trainer.parallel.tensor {tensor} cuts groups of {quantize.group_size} in {cut[0]}: "
         "lower quantize.group_size or trainer.parallel.tensor"
     ]
+
+
+def _exact_faults(config: RunConfig, model: _Model) -> list[str]:
+    if not config.trainer.exact:
+        return []
+    faults = []
+    if model.geometry.mla is not None:
+        faults.append(
+            f"trainer.exact=true with the latent attention of {model.geometry.architecture}: the engine multiplies its "
+            "matrices in another order than the trainer; set trainer.exact=false"
+        )
+    narrow = sorted(model.dtypes - {"float32"})
+    if config.trainer.precision == "fp32" and narrow:
+        faults.append(
+            f"trainer.exact=true with trainer.precision=fp32, but model.path {config.model.path} holds "
+            f"{', '.join(narrow)}, to which weights are rounded on their way to the engine; set trainer.precision=bf16"
+        )
+    return faults

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from miles_core.config.algorithm import AlgorithmConfig
 from miles_core.config.base import Section
 from miles_core.config.data import DataConfig, RewardConfig
+from miles_core.config.debug import DebugConfig
 from miles_core.config.distillation import DistillationConfig
 from miles_core.config.faults import FaultsError
 from miles_core.config.model import ModelConfig, QuantizeConfig
@@ -107,6 +108,8 @@ class RunConfig(Section):
     """Artifacts."""
     cluster: ClusterConfig = ClusterConfig()
     """Ray."""
+    debug: DebugConfig = DebugConfig()
+    """Rollouts as files."""
 
     @property
     def samples_per_rollout(self) -> int:
@@ -153,6 +156,8 @@ class RunConfig(Section):
         ]
         if self.algorithm.is_supervised:
             faults += _supervised_faults(self)
+        if self.trainer.exact:
+            faults += _exact_faults(self)
         if faults:
             raise FaultsError(faults)
         return self
@@ -297,8 +302,56 @@ def _supervised_faults(config: RunConfig) -> list[str]:
         )
     if r.dynamic_sampling:
         faults.append("rollout.dynamic_sampling=true has no effect on policy_loss=sft")
+    if config.debug.save_rollouts or config.debug.load_rollouts:
+        faults.append(
+            "debug.save_rollouts and debug.load_rollouts have no effect on policy_loss=sft: nothing is sampled"
+        )
     if data.prompts is not None and data.label_key is None:
         faults.append("policy_loss=sft on data.prompts learns the labels as answers: set data.label_key")
+    return faults
+
+
+def _exact_faults(config: RunConfig) -> list[str]:
+    """What keeps log-probs of training and rollout from being equal in every bit."""
+    faults = []
+    trainer = config.trainer
+    if config.rollout.engine != "embedded":
+        faults.append(
+            f"trainer.exact=true with rollout.engine={config.rollout.engine}: its kernels add up in orders of their "
+            "own; set rollout.engine=embedded"
+        )
+    if trainer.fp8:
+        faults.append(
+            "trainer.exact=true with trainer.fp8=true: the engine does not round its products to e4m3; set one to false"
+        )
+    if trainer.qat:
+        faults.append(
+            "trainer.exact=true with trainer.qat=true: the engine computes with rounded weights in another order; set "
+            "one to false"
+        )
+    for name, size in (("tensor", trainer.parallel.tensor), ("expert", trainer.parallel.expert)):
+        if size > 1:
+            faults.append(
+                f"trainer.exact=true with trainer.parallel.{name} {size}: ranks would add up parts of a sum in an "
+                "order of their own; set it to 1"
+            )
+    if trainer.parallel.context > 1:
+        faults.append(
+            f"trainer.exact=true with trainer.parallel.context {trainer.parallel.context}: exact mode is offered "
+            "without context parallelism; set it to 1"
+        )
+    if config.quantize.format != "none":
+        faults.append(
+            f"trainer.exact=true with quantize.format={config.quantize.format}: the rollout's weights are not the "
+            "trained ones; set it to none"
+        )
+    if not trainer.routing_replay:
+        faults.append(
+            "trainer.exact=true with trainer.routing_replay=false: a token on the border of two experts could take "
+            "either; set it to true (dense models do not mind)"
+        )
+    if config.algorithm.is_supervised:
+        faults.append("trainer.exact=true has no effect on policy_loss=sft: nothing is sampled")
     return faults
 
 

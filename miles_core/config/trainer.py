@@ -70,6 +70,9 @@ class TrainerConfig(Section):
     keeps a draft up with the policy."""
     mtp_detach: bool = True
     """Train the MTP layers alone: their loss moves neither the policy's layers nor its embedding and output layer."""
+    exact: bool = False
+    """Log-probs of training equal those of the rollout bit for bit, so that their KL is 0 until the first step on a
+    rollout. Slower; docs/exact.md says what it takes and where it is to be had."""
     qat: bool = False
     """Quantization-aware training: the forward pass sees weights rounded to the rollout's INT4 grid, of
     quantize.group_size, and their gradient goes straight through. Needs quantize.format=int4 or int4_linear."""

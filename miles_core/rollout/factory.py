@@ -17,4 +17,10 @@ def build_engine(config: RunConfig, folder: Path) -> RolloutEngine:
 
     # In the trainer's own precision, whatever the folder's: the two then differ by rounding of the weights alone.
     dtype = {"fp32": "float32", "bf16": "bfloat16"}[config.trainer.precision]
-    return EmbeddedEngine(folder, device=device_type(), dtype=dtype, max_batch_tokens=config.rollout.max_batch_tokens)
+    return EmbeddedEngine(
+        folder,
+        device=device_type(),
+        dtype=dtype,
+        max_batch_tokens=config.rollout.max_batch_tokens,
+        exact=config.trainer.exact,
+    )

@@ -19,7 +19,7 @@ class RmsNorm:
 
     def __init__(self, allocate: Allocate, *shape: int, eps: float, plus_one: bool = False) -> None:
         """`shape` of the weight; dims before the last are heads."""
-        self.weight, self.plus_one = allocate(*shape), plus_one
+        self.weight, self.eps, self.plus_one = allocate(*shape), eps, plus_one
         # Tensors, since a Python number costs an operation three times its time.
         self.scale = allocate(1, dtype=torch.float32).fill_(shape[-1] ** -0.5)
         self.root_eps = allocate(1, dtype=torch.float32).fill_(eps**0.5)

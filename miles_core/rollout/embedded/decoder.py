@@ -10,10 +10,11 @@ from conversion.families.family import HfNames
 from conversion.geometry import ModelGeometry
 from miles_core.rollout.embedded.attention import GroupedQueryAttention, LatentAttention
 from miles_core.rollout.embedded.blocks import Allocate, Mlp, NamedTensors, RmsNorm
-from miles_core.rollout.embedded.forward_pass import ForwardPass
+from miles_core.rollout.embedded.forward_pass import Attention, ForwardPass
 from miles_core.rollout.embedded.kv_cache import KVCache
 from miles_core.rollout.embedded.moe import MixtureOfExperts
 from miles_core.rollout.embedded.rope import RopeTables
+from miles_core.rollout.embedded.sampler import scaled_log_softmax
 
 
 class DecoderLayer:
@@ -68,6 +69,7 @@ class Decoder:
         self.embedding_scale = torch.tensor(g.embedding_scale, dtype=dtype, device=device)
         self.moe_layers = [layer for layer in range(g.num_layers) if g.is_moe(layer)]
         self.top_k = g.moe.top_k if g.moe else 0
+        self.attention: Attention | None = None  # in place of what passes take for the fastest
 
     def tensors(self) -> NamedTensors:
         yield "model.embed_tokens.weight", self.embedding
@@ -89,6 +91,10 @@ class Decoder:
         logits = F.linear(hidden, self.head).float()
         cap = self.geometry.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def log_softmax(self, logits: torch.Tensor, temperature: torch.Tensor | float) -> torch.Tensor:
+        """log softmax(logits / temperature) over the last dim, in float32."""
+        return scaled_log_softmax(logits, temperature)
 
     def all_layers(self, routes: np.ndarray) -> np.ndarray:
         """Routes [tokens, MoE layers, top_k] -> [tokens, layers, top_k], -1 in dense layers."""

@@ -16,6 +16,7 @@ from conversion.quantization.codec import codec_from_config
 from conversion.quantization.dequantized import model_dtype
 from conversion.safetensors_io import SafetensorsFolder
 from miles_core.rollout.embedded.decoder import Decoder
+from miles_core.rollout.embedded.exact import ExactDecoder
 from miles_core.rollout.embedded.generation import Generation
 from miles_core.rollout.embedded.receiver import EmbeddedReceiver
 from miles_core.rollout.embedded.scoring import route, score, top_k
@@ -37,6 +38,7 @@ class EmbeddedEngine:
         device: str = "cpu",
         dtype: str | None = None,
         max_batch_tokens: int = 65536,
+        exact: bool = False,
         num_threads: int | None = None,
     ) -> None:
         """Loads a Hugging Face folder.
@@ -47,11 +49,14 @@ class EmbeddedEngine:
             dtype: of weights and activations, "float32" or "bfloat16"; None takes that of config.json. Routers and
                 log-probs are float32 anyway.
             max_batch_tokens: most tokens (prompt and response, padding included) decoded at once.
+            exact: results that do not depend on what a request is batched with, and equal the trainer's exact mode bit
+                for bit; slower.
             num_threads: threads of PyTorch in this process; None leaves them as they are.
 
         Raises:
             UnknownFamilyError, UnsupportedModelError: the architecture has no family, or asks for what it lacks.
             CheckpointError, ConversionError: the folder's tensors are not exactly those of the model.
+            ValueError, InexactMachineError: `exact` of a model, or on a machine, that does not allow it.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -59,7 +64,7 @@ class EmbeddedEngine:
         geometry = geometry_from_config(config)
         torch_dtype = getattr(torch, dtype) if dtype else model_dtype(config)
         names = FAMILIES[geometry.architecture].hf_names
-        decoder = Decoder(geometry, names, torch_dtype, torch.device(device))
+        decoder = (ExactDecoder if exact else Decoder)(geometry, names, torch_dtype, torch.device(device))
         with SafetensorsFolder(folder) as opened:
             codec = codec_from_config(config.get("quantization_config"))
             weights = EngineWeights(geometry, dict(decoder.tensors()), opened, codec)

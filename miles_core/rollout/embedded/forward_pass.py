@@ -10,13 +10,19 @@ from conversion.geometry import ModelGeometry
 from miles_core.rollout.embedded.kv_cache import KVCache
 from miles_core.rollout.embedded.rope import RopeTables, Rotation
 
+Attention = Callable[..., torch.Tensor]
+"""(q, k, v, visible, scale, softcap), shapes as of `softmax_attention`; visible is bool."""
+
 
 class ForwardPass:
     """What the layers of one forward pass share. Tokens are flat: row-major over sequences, then positions."""
 
-    def __init__(self, geometry: ModelGeometry, ropes: RopeTables, positions: torch.Tensor) -> None:
-        """`positions` int64 [tokens]: of each token in its sequence."""
+    def __init__(
+        self, geometry: ModelGeometry, ropes: RopeTables, attention: Attention | None, positions: torch.Tensor
+    ) -> None:
+        """`positions` int64 [tokens]: of each token in its sequence. `attention` None: whichever is fastest."""
         self._geometry = geometry
+        self._attention = attention
         full = ropes.full.at(positions)
         self._rotations = (full, full if ropes.sliding is ropes.full else ropes.sliding.at(positions))
         self._masks: dict[bool, torch.Tensor] = {}
@@ -47,10 +53,14 @@ class ForwardPass:
         return torch.stack(self.routes, dim=1).to(torch.int16).cpu().numpy()
 
     def _mask(self, layer: int, build: Callable[[int | None], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """0 where a token may look, -inf elsewhere. `build` gives the former as booleans, for a window or for none."""
+        """0 where a token may look, -inf elsewhere; booleans for an `attention` of its own. `build` gives the latter,
+        for a window or for none."""
         sliding = self._is_sliding(layer)
         if sliding not in self._masks:
             visible = build(self._geometry.sliding_window if sliding else None)
+            if self._attention is not None:
+                self._masks[sliding] = visible
+                return visible
             mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
             self._masks[sliding] = mask.masked_fill_(~visible, float("-inf"))
         return self._masks[sliding]
@@ -68,11 +78,13 @@ class PromptPass(ForwardPass):
         ropes: RopeTables,
         num_sequences: int,
         length: int,
+        attention: Attention | None = None,
         store: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
     ) -> None:
         """`length` is that of each sequence with its padding; `store(layer, keys, values)` receives
         [sequences, kv_heads, length, dim] of each layer."""
-        super().__init__(geometry, ropes, torch.arange(length, device=ropes.full.cos.device).repeat(num_sequences))
+        positions = torch.arange(length, device=ropes.full.cos.device).repeat(num_sequences)
+        super().__init__(geometry, ropes, attention, positions)
         self._num_sequences = num_sequences
         self._store = store
 
@@ -81,12 +93,12 @@ class PromptPass(ForwardPass):
         if self._store is not None:
             self._store(layer, k, v)
         softcap, sliding = self._geometry.attention_softcap, self._is_sliding(layer)
-        if softcap is None and not sliding and k.shape[-1] == v.shape[-1]:
+        if self._attention is None and softcap is None and not sliding and k.shape[-1] == v.shape[-1]:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         else:
             groups, length = q.shape[1] // k.shape[1], q.shape[2]
             mask = self._mask(layer, lambda window: _causal(length, window, q.device), q.dtype)
-            out = softmax_attention(
+            out = (self._attention or softmax_attention)(
                 q.unflatten(1, (-1, groups)).flatten(2, 3).flatten(0, 1),
                 k.flatten(0, 1),
                 v.flatten(0, 1),
@@ -107,9 +119,10 @@ class DecodePass(ForwardPass):
         cache: KVCache,
         positions: torch.Tensor,
         num_columns: int,
+        attention: Attention | None = None,
     ) -> None:
         """`positions` int64 [rows]: how many tokens each row holds; `num_columns`: their maximum + 1."""
-        super().__init__(geometry, ropes, positions)
+        super().__init__(geometry, ropes, attention, positions)
         self._cache = cache
         self._positions = positions
         self._num_columns = num_columns
@@ -121,7 +134,7 @@ class DecodePass(ForwardPass):
         keys, values = self._cache.read(layer, rows, self._num_columns)
         mask = self._mask(layer, lambda window: self._visible(window, kv_heads), q.dtype)
         grouped = q.reshape(rows * kv_heads, -1, q.shape[-1])
-        out = softmax_attention(
+        out = (self._attention or softmax_attention)(
             grouped, keys, values[..., : v.shape[-1]], mask, scale, self._geometry.attention_softcap
         )
         return out.view(rows, -1)

@@ -126,6 +126,7 @@ class Generation:
         step = PromptPass(
             self._decoder.geometry,
             self._ropes,
+            attention=self._decoder.attention,
             num_sequences=len(groups),
             length=ids.shape[1],
             store=lambda layer, keys, values: self._cache.fill(layer, rows, source, keys, values),
@@ -149,7 +150,14 @@ class Generation:
         """One token for each row."""
         rows = self._rows[: self._active]
         columns = int(rows["length"].max()) + 1
-        step = DecodePass(self._decoder.geometry, self._ropes, self._cache, self._tensor(rows["length"]), columns)
+        step = DecodePass(
+            self._decoder.geometry,
+            self._ropes,
+            attention=self._decoder.attention,
+            cache=self._cache,
+            positions=self._tensor(rows["length"]),
+            num_columns=columns,
+        )
         hidden = self._decoder.forward(self._tensor(rows["token"]), step)
         rows["length"] += 1
         if self._decoder.moe_layers:
@@ -160,7 +168,7 @@ class Generation:
         """Gives the rows of `part` their next token, and ends those that are done."""
         rows = self._rows[part]
         uniforms = uniform(rows["seed"], rows["produced"].astype(np.uint64))
-        drawn = sample(logits, rows["temperature"], rows["top_k"], rows["top_p"], uniforms)
+        drawn = sample(logits, rows["temperature"], rows["top_k"], rows["top_p"], uniforms, self._decoder.log_softmax)
         tokens, log_probs = (x.cpu().numpy() for x in drawn)
         owners = rows["request"].copy()
         if not np.isfinite(log_probs).all():

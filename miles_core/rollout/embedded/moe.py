@@ -1,5 +1,7 @@
 """Mixture of experts: router, routed experts, shared expert."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -25,13 +27,18 @@ class Router:
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [tokens, hidden] -> weights float32 [tokens, top_k] and experts int64 [tokens, top_k], best first."""
-        logits = F.linear(x.float(), self.weight)
+        return self.choose(F.linear(x.float(), self.weight), torch.sigmoid)
+
+    def choose(
+        self, logits: torch.Tensor, sigmoid: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same from float32 logits [tokens, experts]."""
         if self.moe.score == "softmax":
             weights, experts = logits.topk(self.moe.top_k, dim=-1)
             # divided by their sum, the softmax over all is the softmax over the chosen
             weights = weights.softmax(dim=-1) if self.moe.norm_topk else logits.softmax(dim=-1).gather(1, experts)
         else:
-            scores = logits.sigmoid_()
+            scores = sigmoid(logits)
             choice = scores if self.bias is None else scores + self.bias
             if self.moe.num_groups > 1:
                 choice = self._best_groups_only(choice)

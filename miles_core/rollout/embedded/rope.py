@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from conversion.geometry import ModelGeometry, RopeGeometry
+from miles_core.exact.functions import rotate
 from miles_core.rope import rope_frequencies
 
 
@@ -44,6 +45,11 @@ class Rotation:
         x = x[..., :width]
         partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if self.interleaved else x.roll(width // 2, dims=-1)
         x.mul_(self.cos).addcmul_(partner, self.sin)
+
+    def exact(self, x: torch.Tensor) -> torch.Tensor:
+        """A rotated copy of x, in the same steps as in training with trainer.exact."""
+        half = self.cos.shape[-1] // 2
+        return rotate(x, self.cos[..., :half], self.sin[..., half:])
 
 
 class RopeTables:

@@ -1,5 +1,7 @@
 """From logits to tokens, as a function of each request's own seed."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -27,8 +29,17 @@ def scaled_log_softmax(logits: torch.Tensor, temperature: torch.Tensor | float) 
     return torch.log_softmax(logits.float() / temperature, dim=-1)
 
 
+LogSoftmax = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits [rows, vocab], temperature [rows, 1]) -> log softmax(logits / temperature), float32 [rows, vocab]."""
+
+
 def sample(
-    logits: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, uniforms: np.ndarray
+    logits: torch.Tensor,
+    temperature: np.ndarray,
+    top_k: np.ndarray,
+    top_p: np.ndarray,
+    uniforms: np.ndarray,
+    log_softmax: LogSoftmax = scaled_log_softmax,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token a row, by inverting the cumulative distribution in the order of the vocabulary.
 
@@ -38,6 +49,7 @@ def sample(
         top_k: int64 [rows]; below 1 keeps all.
         top_p: float32 [rows]; applied to the whole distribution, so that a token must pass both filters.
         uniforms: float64 [rows] in [0, 1).
+        log_softmax: the decoder's.
 
     Returns:
         Tokens int64 [rows], and their log-probs float32 [rows] in the unfiltered distribution at this temperature,
@@ -45,7 +57,7 @@ def sample(
     """
     device, greedy = logits.device, temperature == 0
     divisor = torch.from_numpy(np.where(greedy, np.float32(1), temperature)).to(device)
-    log_probs = scaled_log_softmax(logits, divisor.unsqueeze(1))
+    log_probs = log_softmax(logits, divisor.unsqueeze(1))
     if greedy.all():
         tokens = log_probs.argmax(dim=-1, keepdim=True)
     else:

@@ -8,7 +8,6 @@ import torch
 from miles_core.rollout.embedded.decoder import Decoder
 from miles_core.rollout.embedded.forward_pass import PromptPass
 from miles_core.rollout.embedded.prompts import pad, padded_batches
-from miles_core.rollout.embedded.sampler import scaled_log_softmax
 
 _LOGIT_ROWS = 1024  # bounds the memory of logits
 
@@ -19,7 +18,7 @@ def score(decoder: Decoder, sequences: Sequence[np.ndarray], temperature: float)
     for index, hidden, _ in _run(decoder, sequences):
         targets = torch.as_tensor(sequences[index][1:], dtype=torch.int64).to(decoder.device)
         parts = [
-            scaled_log_softmax(decoder.logits(part), temperature).gather(1, target.unsqueeze(1)).squeeze(1)
+            decoder.log_softmax(decoder.logits(part), temperature).gather(1, target.unsqueeze(1)).squeeze(1)
             for part, target in zip(hidden[:-1].split(_LOGIT_ROWS), targets.split(_LOGIT_ROWS), strict=True)
         ]
         scores[index] = torch.cat(parts).cpu().numpy()
@@ -34,7 +33,7 @@ def top_k(
     found = [(np.empty((0, k), dtype=np.int32), np.empty((0, k), dtype=np.float32))] * len(sequences)
     for index, hidden, _ in _run(decoder, sequences):
         parts = [
-            scaled_log_softmax(decoder.logits(part), temperature).topk(k) for part in hidden[:-1].split(_LOGIT_ROWS)
+            decoder.log_softmax(decoder.logits(part), temperature).topk(k) for part in hidden[:-1].split(_LOGIT_ROWS)
         ]
         log_probs, ids = (torch.cat(pieces).cpu().numpy() for pieces in zip(*parts, strict=True))
         found[index] = ids.astype(np.int32), log_probs
@@ -55,7 +54,9 @@ def _run(decoder: Decoder, sequences: Sequence[np.ndarray]) -> Iterator[tuple[in
     ropes = decoder.ropes(max(lengths, default=0))
     for batch in padded_batches(lengths):
         ids = pad([sequences[i] for i in batch])
-        step = PromptPass(decoder.geometry, ropes, num_sequences=ids.shape[0], length=ids.shape[1])
+        step = PromptPass(
+            decoder.geometry, ropes, attention=decoder.attention, num_sequences=ids.shape[0], length=ids.shape[1]
+        )
         hidden = decoder.forward(ids.flatten().to(decoder.device), step).unflatten(0, ids.shape)
         routes = step.recorded_routes().reshape(*ids.shape, len(decoder.moe_layers), decoder.top_k)
         for row, index in enumerate(batch):

@@ -84,11 +84,14 @@ class CoreAttention(MegatronModule):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """All [b, heads or groups, s, width]."""
         q, k = self.rotation.of_rows(q), self.rotation.of_rows(k)
+        return self._attend_rotated(q, k, v)
+
+    def _attend_rotated(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length = q.shape[2]
         window = self.window if self.window is not None and self.window < length else None
         if self.softcap is not None:
-            return _capped_attention(q, k, v, self.scale, self.softcap, _mask(length, window, q.device))
-        mask = _mask(length, window, q.device) if window is not None else None
+            return _capped_attention(q, k, v, self.scale, self.softcap, causal_mask(length, window, q.device))
+        mask = causal_mask(length, window, q.device) if window is not None else None
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
@@ -96,7 +99,7 @@ class CoreAttention(MegatronModule):
 
 
 @functools.lru_cache(maxsize=8)
-def _mask(length: int, window: int | None, device: torch.device) -> Tensor:
+def causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
     """bool [length, length], True where the query (row) sees the key: itself and the `window` - 1 tokens before it."""
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return mask if window is None else mask.triu(1 - window)

@@ -49,11 +49,15 @@ class GroupedExperts(MegatronModule):
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Tokens [m, hidden] sorted by expert, int64 [experts] how many each has, gate weights [m] -> [m, hidden]."""
         ends = tokens_per_expert.cumsum(0).to(device=tokens.device, dtype=torch.int32)
-        gate, up = self.products.grouped(tokens, self.fc1, ends).chunk(2, -1)
+        return self._mlps(ends, tokens, probs, self.fc1, self.fc2), None
+
+    def _mlps(self, ends: Tensor, tokens: Tensor, probs: Tensor, fc1: Tensor, fc2: Tensor) -> Tensor:
+        """Expert e has the rows from ends[e - 1] to ends[e]."""
+        gate, up = self.products.grouped(tokens, fc1, ends).chunk(2, -1)
         hidden = self.config.activation_func(gate) * up
         # Scaling here instead of the output moves a factor through a linear map, over fewer elements.
         hidden = (hidden * probs.unsqueeze(-1)).to(tokens.dtype)
-        return self.products.grouped(hidden, self.fc2, ends), None
+        return self.products.grouped(hidden, fc2, ends)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -134,6 +134,7 @@ class PolicyPass:
             logit_softcap=geometry.logit_softcap,
             with_entropy=with_entropy,
             with_top=with_top,
+            exact=self.model.config.exact,
         )
 
         def joined(part: Tensor | None) -> Tensor | None:

@@ -28,10 +28,10 @@ from torch import Tensor
 from conversion.geometry import ModelGeometry
 from miles_core.trainer.megatron.attention import CoreAttention
 from miles_core.trainer.megatron.draft_layer import DraftLayer
-from miles_core.trainer.megatron.experts import FixedBiasRouter, GroupedExperts
 from miles_core.trainer.megatron.latent_attention import LatentAttention
 from miles_core.trainer.megatron.model_config import DecoderConfig, LatentDecoderConfig
-from miles_core.trainer.megatron.norm import AllKeyHeadsNorm, AllQueryHeadsNorm, RmsNorm
+from miles_core.trainer.megatron.norm import RmsNorm, over_all_heads
+from miles_core.trainer.megatron.parts import Parts, biased, parts_for
 
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 _FUSED_NORM_KEYS = {
@@ -44,11 +44,13 @@ def decoder_spec(config: DecoderConfig | LatentDecoderConfig, geometry: ModelGeo
     """The layers of this rank's pipeline stage, and the final norm."""
     first = get_transformer_layer_offset(config)
     layers = range(first, first + get_num_layers_to_build(config))
-    return TransformerBlockSubmodules(layer_specs=[_layer(geometry, i) for i in layers], layer_norm=RmsNorm)
+    parts = parts_for(exact=config.exact)
+    return TransformerBlockSubmodules(layer_specs=[_layer(geometry, i, parts) for i in layers], layer_norm=parts.norm)
 
 
 def mtp_spec(geometry: ModelGeometry, mtp_num_layers: int) -> MultiTokenPredictionBlockSubmodules:
     """Multi-token-prediction layers; each wraps a layer like the decoder's last one."""
+    parts = Parts()
     return MultiTokenPredictionBlockSubmodules(
         layer_specs=[
             ModuleSpec(
@@ -57,7 +59,7 @@ def mtp_spec(geometry: ModelGeometry, mtp_num_layers: int) -> MultiTokenPredicti
                     enorm=RmsNorm,
                     hnorm=RmsNorm,
                     eh_proj=ColumnParallelLinear,
-                    transformer_layer=_layer(geometry, geometry.num_layers + j),
+                    transformer_layer=_layer(geometry, geometry.num_layers + j, parts),
                     layer_norm=RmsNorm,
                 ),
             )
@@ -66,27 +68,14 @@ def mtp_spec(geometry: ModelGeometry, mtp_num_layers: int) -> MultiTokenPredicti
     )
 
 
-class BiasedColumnParallelLinear(ColumnParallelLinear):
-    """With a bias, whatever TransformerConfig.add_bias_linear says of all projections together."""
-
-    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
-        super().__init__(*args, bias=True, **kwargs)
-
-
-class BiasedRowParallelLinear(RowParallelLinear):
-    """With a bias, whatever TransformerConfig.add_bias_linear says of all projections together."""
-
-    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
-        super().__init__(*args, bias=True, **kwargs)
-
-
 class SandwichLayer(TransformerLayer):
     """A layer that also normalizes what attention and MLP give, before the residual is added (Gemma 2 and 3)."""
 
     def __init__(self, config: DecoderConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.post_self_attn_layernorm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
-        self.post_mlp_layernorm = RmsNorm(config, config.hidden_size, config.layernorm_epsilon)
+        norm = parts_for(exact=config.exact).norm
+        self.post_self_attn_layernorm = norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = norm(config, config.hidden_size, config.layernorm_epsilon)
         self.self_attn_bda = _norm_before_add(self.post_self_attn_layernorm)
         self.mlp_bda = _norm_before_add(self.post_mlp_layernorm)
 
@@ -99,15 +88,15 @@ def _norm_before_add(norm: RmsNorm) -> Callable[..., Any]:
     return lambda training, fused: normed
 
 
-def _layer(g: ModelGeometry, layer: int) -> ModuleSpec:
+def _layer(g: ModelGeometry, layer: int, parts: Parts) -> ModuleSpec:
     return ModuleSpec(
         module=SandwichLayer if g.sandwich_norms else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RmsNorm,
-            self_attention=_attention(g) if g.mla is None else _latent_attention(),
+            input_layernorm=parts.norm,
+            self_attention=_attention(g, parts) if g.mla is None else _latent_attention(),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RmsNorm,
-            mlp=_moe() if g.is_moe(layer) else _dense_mlp(g),
+            pre_mlp_layernorm=parts.norm,
+            mlp=_moe(parts) if g.is_moe(layer) else _dense_mlp(g, parts),
             mlp_bda=get_bias_dropout_add,
             # As in megatron-core's local spec; conversion/torch_dist_keys.py says why.
             sharded_state_dict_keys_map=_FUSED_NORM_KEYS if g.mla is None else {},
@@ -115,19 +104,19 @@ def _layer(g: ModelGeometry, layer: int) -> ModuleSpec:
     )
 
 
-def _attention(g: ModelGeometry) -> ModuleSpec:
+def _attention(g: ModelGeometry, parts: Parts) -> ModuleSpec:
     query_norm, key_norm = {
         "none": (IdentityOp, IdentityOp),
-        "head": (RmsNorm, RmsNorm),
-        "full": (AllQueryHeadsNorm, AllKeyHeadsNorm),
+        "head": (parts.norm, parts.norm),
+        "full": (over_all_heads(parts.norm, g.num_heads), over_all_heads(parts.norm, g.num_kv_heads)),
     }[g.qk_norm]
     return ModuleSpec(
         module=SelfAttention,
         params=_CAUSAL,
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=CoreAttention,
-            linear_proj=BiasedRowParallelLinear if g.attention_out_bias else RowParallelLinear,
+            linear_qkv=parts.column,
+            core_attention=parts.attention,
+            linear_proj=biased(parts.row) if g.attention_out_bias else parts.row,
             q_layernorm=query_norm,
             k_layernorm=key_norm,
         ),
@@ -152,21 +141,18 @@ def _latent_attention() -> ModuleSpec:
     )
 
 
-def _dense_mlp(g: ModelGeometry) -> ModuleSpec:
-    projections = (BiasedColumnParallelLinear, BiasedRowParallelLinear) if g.mlp_bias else _PROJECTIONS
-    return ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=projections[0], linear_fc2=projections[1]))
+def _dense_mlp(g: ModelGeometry, parts: Parts) -> ModuleSpec:
+    up, down = (biased(parts.column), biased(parts.row)) if g.mlp_bias else (parts.column, parts.row)
+    return ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=up, linear_fc2=down))
 
 
-_PROJECTIONS = (ColumnParallelLinear, RowParallelLinear)
-
-
-def _moe() -> ModuleSpec:
-    shared = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+def _moe(parts: Parts) -> ModuleSpec:
+    shared = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=GroupedExperts),
+            experts=ModuleSpec(module=parts.experts),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
-            router=FixedBiasRouter,
+            router=parts.router,
         ),
     )

@@ -12,6 +12,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from miles_core.exact import functions
+from miles_core.exact.gradient import linear_with_gradient, valued
+
 LOGITS_AT_ONCE = 2**27  # 512 MiB in fp32
 
 
@@ -33,6 +36,7 @@ def token_log_probs(
     logit_softcap: float | None = None,
     with_entropy: bool = False,
     with_top: bool = False,
+    exact: bool = False,
 ) -> TokenScores:
     """log softmax(hidden @ weight^T / temperature)[targets] in fp32, differentiable, with any tensor-parallel layout.
 
@@ -45,15 +49,26 @@ def token_log_probs(
         logit_softcap: logits pass cap * tanh(logit / cap) first (Gemma 2).
         with_entropy: also give the entropy of each distribution.
         with_top: also give the likeliest token of each.
+        exact: log-probs are those of miles_core/exact/, and need the whole vocabulary on one rank.
     """
 
+    whole = functions.weight_rows(output_weight.detach()) if exact else None
+
     def rows(hidden: Tensor, targets: Tensor) -> TokenScores:
-        logits = torch.nn.functional.linear(hidden, output_weight).float()
+        if whole is None:
+            logits = torch.nn.functional.linear(hidden, output_weight).float()
+        else:
+            logits = linear_with_gradient(
+                lambda x, _: functions.linear(x, whole, dtype=torch.float32), hidden, output_weight
+            )
         if logit_softcap is not None:
             logits = logit_softcap * torch.tanh(logits / logit_softcap)
-        return TokenScores(
-            *_VocabularyParallel.apply(logits / temperature, targets, vocab_size, with_entropy, with_top)
-        )
+        logits = logits / temperature
+        scores = TokenScores(*_VocabularyParallel.apply(logits, targets, vocab_size, with_entropy, with_top))
+        if not exact:
+            return scores
+        log_probs = functions.log_softmax(logits.detach()).gather(-1, targets)
+        return scores._replace(log_probs=valued(scores.log_probs, log_probs))
 
     chunk = max(LOGITS_AT_ONCE // len(output_weight), 1)
     if len(targets) <= chunk:

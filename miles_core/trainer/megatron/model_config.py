@@ -4,18 +4,22 @@ The only place that names TransformerConfig's fields. What megatron-core, or the
 express is refused (miles_core/config/preflight_layout.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 from torch.nn import functional as F
 
 from conversion.geometry import MlaGeometry, ModelGeometry, MoeGeometry
 from miles_core.config.preflight_layout import layout_faults, stage_layers
 from miles_core.config.trainer import TrainerConfig
 from miles_core.device import device_type
+from miles_core.exact.functions import activation
+from miles_core.exact.gradient import with_gradient_of
 
 
 class UnsupportedGeometryError(ValueError):
@@ -24,9 +28,10 @@ class UnsupportedGeometryError(ValueError):
 
 @dataclass
 class DecoderConfig(TransformerConfig):
-    """TransformerConfig that also carries the geometry, for the modules of ours."""
+    """TransformerConfig that also carries the geometry, for the modules of ours, and whether its sums are exact."""
 
     geometry: ModelGeometry | None = None
+    exact: bool = False
 
 
 @dataclass
@@ -34,10 +39,15 @@ class LatentDecoderConfig(MLATransformerConfig):
     """The same with latent attention."""
 
     geometry: ModelGeometry | None = None
+    exact: bool = False
 
 
 def transformer_config(
-    geometry: ModelGeometry, trainer: TrainerConfig, *, mtp_num_layers: int, routing_replay: bool
+    geometry: ModelGeometry,
+    trainer: TrainerConfig,
+    *,
+    mtp_num_layers: int,
+    routing_replay: bool,
 ) -> DecoderConfig | LatentDecoderConfig:
     """TransformerConfig of the model and the layout.
 
@@ -50,14 +60,20 @@ def transformer_config(
     Raises:
         UnsupportedGeometryError: lists what cannot be expressed.
     """
-    if faults := layout_faults(geometry, trainer):
-        raise UnsupportedGeometryError(f"{geometry.architecture}: " + "; ".join(faults))
     on_gpu = device_type() != "cpu"
+    faults = layout_faults(geometry, trainer)
+    if trainer.exact and geometry.mla is not None:
+        faults.append("latent attention with trainer.exact=true: the engine multiplies its matrices in another order")
+    if trainer.exact and on_gpu:
+        faults.append("trainer.exact=true on a GPU: it is for CPUs; set trainer.exact=false")
+    if faults:
+        raise UnsupportedGeometryError(f"{geometry.architecture}: " + "; ".join(faults))
     bf16 = trainer.precision == "bf16"
     dtype = torch.bfloat16 if bf16 else torch.float32
     parallel = trainer.parallel
     fields: dict[str, Any] = {
         "geometry": geometry,
+        "exact": trainer.exact,
         "num_layers": geometry.num_layers,
         "hidden_size": geometry.hidden_size,
         "num_attention_heads": geometry.num_heads,
@@ -70,7 +86,7 @@ def transformer_config(
         "layernorm_zero_centered_gamma": geometry.norm_plus_one,
         "qk_layernorm": geometry.qk_norm != "none",
         "gated_linear_unit": True,
-        "activation_func": F.silu if geometry.activation == "silu" else partial(F.gelu, approximate="tanh"),
+        "activation_func": _activation(geometry, exact=trainer.exact),
         "add_bias_linear": False,  # biases of single projections: layer_spec.py
         "add_qkv_bias": geometry.qkv_bias,
         "attention_dropout": 0.0,
@@ -113,6 +129,14 @@ def transformer_config(
     # allgather dispatcher, whose ranks must hold equally many tokens: batching gives them that.
     config.variable_seq_lengths = parallel.pipeline > 1
     return config
+
+
+def _activation(geometry: ModelGeometry, *, exact: bool) -> Callable[[Tensor], Tensor]:
+    plain = F.silu if geometry.activation == "silu" else partial(F.gelu, approximate="tanh")
+    if not exact:
+        return plain
+    value = partial(activation, geometry.activation)
+    return lambda x: with_gradient_of(plain, value, x)
 
 
 def _moe_fields(moe: MoeGeometry, routing_replay: bool) -> dict[str, Any]:

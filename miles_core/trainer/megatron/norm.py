@@ -24,7 +24,11 @@ class RmsNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.float()
+        return self.normed(x, self.weight)
+
+    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x, normed with a weight."""
+        weight = weight.float()
         if self.plus_one:  # Gemma stores weight - 1
             weight = 1 + weight
         return _RmsNorm.apply(x.float(), weight, self.eps).to(x.dtype)
@@ -55,22 +59,14 @@ class _RmsNorm(torch.autograd.Function):
         return grad_x, products.flatten(0, -2).sum(0), None
 
 
-class _AllHeadsNorm(RmsNorm):
-    """One norm over the heads together instead of one for each (MiniMax-M2). x is [..., heads, head_dim]."""
+def over_all_heads(norm: type[RmsNorm], heads: int) -> type[RmsNorm]:
+    """`norm` over the heads together instead of one for each (MiniMax-M2). x is [..., heads, head_dim]."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(-2)).view_as(x)
+    class AllHeadsNorm(norm):  # type: ignore[misc, valid-type]
+        def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+            super().__init__(config, heads * hidden_size, eps)
 
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.flatten(-2)).view_as(x)
 
-class AllQueryHeadsNorm(_AllHeadsNorm):
-    """`_AllHeadsNorm` of the queries."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(config, config.num_attention_heads * hidden_size, eps)
-
-
-class AllKeyHeadsNorm(_AllHeadsNorm):
-    """`_AllHeadsNorm` of the keys."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(config, config.num_query_groups * hidden_size, eps)
+    return AllHeadsNorm

@@ -32,13 +32,18 @@ class Rotation:
 
     def of_rows(self, x: Tensor) -> Tensor:
         """x [..., s, head_dim] -> the same, place i of s rotated as position i."""
-        cos, sin = (table[: x.shape[-2]] for table in _tables(self, _power_of_two(x.shape[-2]), x.device))
+        cos, sin = self.tables(x.shape[-2], x.device)
         return self._turn(x, cos, sin)
 
     def of_packed(self, x: Tensor, positions: Tensor, longest: int) -> Tensor:
         """x [t, heads, head_dim] -> the same, token i rotated by `positions[i]`, int64 [t], below `longest`."""
-        cos, sin = (table[positions].unsqueeze(1) for table in _tables(self, _power_of_two(longest), x.device))
+        cos, sin = (table[positions].unsqueeze(1) for table in self.tables(longest, x.device))
         return self._turn(x, cos, sin)
+
+    def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions 0 ... length - 1, float32 [length, rotary_dim / 2]."""
+        cos, sin = _tables(self, _power_of_two(length), device)
+        return cos[:length], sin[:length]
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype), self.first_dim, self.interleaved)
@@ -51,7 +56,7 @@ def _power_of_two(length: int) -> int:
 
 @functools.lru_cache(maxsize=32)
 def _tables(rotation: Rotation, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [length, rotary_dim / 2]; made once for all layers."""
+    """Made once for all layers."""
     rope = RopeGeometry(rotation.theta, rotation.rotary_dim, rotation.interleaved, dict(rotation.scaling) or None)
     frequencies, scale = rope_frequencies(rope)
     angles = torch.outer(torch.arange(length).float(), frequencies)

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import DeepseekV3Config
 
 from conversion.random_model import make_random_model
 from miles_core.config import preflight as module
-from miles_core.config.load import load_config
+from miles_core.config.load import ConfigError, load_config
 from miles_core.config.model import RandomModelConfig
 from miles_core.config.preflight import preflight
 
@@ -214,6 +215,45 @@ def test_warnings_about_the_machine(
     report = preflight(load_config("tiny", None, overrides))
     assert report.faults == []
     assert [w for w, start in zip(report.warnings, warned, strict=True) if not w.startswith(start)] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["trainer.num_ranks=2", "trainer.parallel.tensor=2"], "trainer.parallel.tensor 2"),
+        (
+            ["trainer.num_ranks=2", "trainer.micro_batch_size=8", "trainer.parallel.expert=2"],
+            "trainer.parallel.expert 2",
+        ),
+        (["trainer.num_ranks=2", "trainer.parallel.context=2"], "trainer.parallel.context 2"),
+        (["rollout.engine=sglang"], "rollout.engine=sglang"),
+        (["trainer.fp8=true"], "trainer.fp8=true"),
+        (["quantize.format=int4", "trainer.qat=true"], "trainer.qat=true"),
+        (["quantize.format=int4"], "quantize.format=int4"),
+        (["trainer.routing_replay=false"], "trainer.routing_replay=false"),
+    ],
+)
+def test_exact_mode_refuses_what_would_break_it(overrides: list[str], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config("tiny", None, ["trainer.exact=true", *overrides])
+    assert [fault for fault in error.value.faults if "trainer.exact=true" in fault and named in fault]
+    load_config("tiny", None, overrides)
+
+
+def test_exact_mode_refuses_models_and_machines(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file, save_file
+
+    exact = (f"model.path={model}", "trainer.exact=true")
+    assert faults_of(*exact) == []
+    file = model / "model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file)
+    (fault,) = faults_of(*exact)
+    assert "precision=fp32" in fault and "bfloat16" in fault and "precision=bf16" in fault
+    assert faults_of(*exact, "trainer.precision=bf16") == []
+    monkeypatch.setattr(module.glob, "glob", lambda pattern: ["/dev/nvidia0"])
+    assert any("1 GPUs: set trainer.exact=false" in fault for fault in faults_of(*exact, "trainer.precision=bf16"))
+    DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], num_hidden_layers=4).save_pretrained(model)
+    assert any("latent attention" in fault for fault in faults_of(*exact, "trainer.precision=bf16"))
 
 
 def test_preflight_imports_nothing_heavy(model: Path) -> None:

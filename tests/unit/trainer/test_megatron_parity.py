@@ -38,11 +38,16 @@ def _check_log_probs(trainer: MegatronTrainer, model: PreTrainedModel, samples: 
         np.testing.assert_allclose(ours, expected, atol=1e-5 * scale, rtol=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_log_probs_and_gradients_equal_transformers(name: str, tmp_path: Path) -> None:
+_EXACT = [name for name in MODELS if not name.startswith("deepseek")]
+
+
+@pytest.mark.parametrize(("name", "exact"), [*((name, False) for name in MODELS), *((name, True) for name in _EXACT)])
+def test_log_probs_and_gradients_equal_transformers(name: str, exact: bool, tmp_path: Path) -> None:
     samples = make_samples(name, 5)
     model = _hf_model(name)
     config = run_config(name, samples=5, trainer={"optimizer": {"lr": 1e-3, "clip_grad": 0}})
+    # Without its check, which asks for replay: here each model takes its own experts.
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"exact": exact})})
     with trainer_of(name, config) as trainer, SafetensorsFolder(hf_folder(name)) as folder:
         weights = dict(trainer.named_weights())
         assert sorted(weights) == sorted(folder.names)
