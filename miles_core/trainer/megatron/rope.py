@@ -35,11 +35,6 @@ class Rotation:
         cos, sin = self.tables(x.shape[-2], x.device)
         return self._turn(x, cos, sin)
 
-    def of_packed(self, x: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """x [t, heads, head_dim] -> the same, token i rotated by `positions[i]`, int64 [t], below `longest`."""
-        cos, sin = (table[positions].unsqueeze(1) for table in self.tables(longest, x.device))
-        return self._turn(x, cos, sin)
-
     def tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions 0 ... length - 1, float32 [length, rotary_dim / 2]."""
         cos, sin = _tables(self, _power_of_two(length), device)
