@@ -67,6 +67,10 @@ class TrainerConfig(Section):
     supervised fine-tuning)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
+    distributed_optimizer: bool = True
+    """Data-parallel ranks share master weights and moments (ZeRO stage 1) instead of holding copies."""
+    gradient_precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the buffers in which gradients are added up over micro-batches and ranks."""
     recompute: Literal["none", "full"] = "none"
     """Activations of a layer: kept, or computed again in the backward pass from the layer's input."""
     critic_optimizer: OptimizerConfig | None = None

@@ -36,7 +36,7 @@ class Rotation:
         return self._turn(x, cos, sin)
 
     def of_packed(self, x: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """x [t, heads, head_dim] -> the same, token i rotated by `positions[i]`; positions int64 [t], below `longest`."""
+        """x [t, heads, head_dim] -> the same, token i rotated as position `positions[i]`; int64 [t], all < `longest`."""
         cos, sin = (table[positions].unsqueeze(1) for table in _tables(self, _power_of_two(longest), x.device))
         return self._turn(x, cos, sin)
 

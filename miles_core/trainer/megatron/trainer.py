@@ -86,7 +86,7 @@ class MegatronTrainer:
         config = self._config
         self._model = model.to(current_device())
         checkpoints.load_weights(self._model, weights)
-        ddp = data_parallel(self._model)
+        ddp = data_parallel(self._model, config.trainer)
         self._optimizer = ModelOptimizer(ddp, config.trainer.optimizer)
         self._reference = ReferenceWeights(self._model) if config.algorithm.needs_reference else None
         replay = RoutingReplay(self._model) if self._model.config.moe_enable_routing_replay else None
