@@ -81,6 +81,10 @@ class TrainerConfig(Section):
     1 x 128, weights of 128 x 128. Router, norms, embedding and output layer stay in `precision`. On a CPU emulated."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer settings."""
+    distributed_optimizer: bool = False
+    """Data-parallel ranks share master weights and moments (ZeRO stage 1) instead of holding copies."""
+    gradient_precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the buffers in which gradients are added up over micro-batches and ranks."""
     recompute: Literal["none", "full"] = "none"
     """Activations of a layer: kept, or computed again in the backward pass from the layer's input."""
     critic_optimizer: OptimizerConfig | None = None
@@ -102,6 +106,12 @@ class TrainerConfig(Section):
         if not self.mtp_detach and not self.mtp_loss_scale:
             raise ValueError("trainer.mtp_detach=false has no effect with trainer.mtp_loss_scale 0: set it above 0")
         p = self.parallel
+        if self.distributed_optimizer and self.mtp_loss_scale:
+            raise ValueError(
+                f"trainer.distributed_optimizer=true with trainer.mtp_loss_scale {self.mtp_loss_scale}: MTP layers are "
+                "clipped apart, and ranks hold stretches of gradients that cut across layers; set "
+                "trainer.distributed_optimizer=false"
+            )
         if self.mtp_loss_scale and p.context > 1:
             raise ValueError(
                 f"trainer.mtp_loss_scale {self.mtp_loss_scale} with trainer.parallel.context {p.context}: MTP layers "

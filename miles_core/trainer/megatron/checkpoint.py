@@ -41,7 +41,7 @@ def save(folder: Path, model: PolicyModel, optimizer: ModelOptimizer, reference:
     model_state = _model_state(model)
     state = {
         "model": model_state,
-        "optimizer": optimizer.megatron.sharded_state_dict(model_state),
+        "optimizer": optimizer.sharded_state_dict(model_state),
         "steps": optimizer.steps,
         # Training draws no random numbers (dropout is 0) and all ranks are seeded alike: one state stands for all.
         "rng_state": torch.get_rng_state(),
@@ -59,7 +59,7 @@ def load(folder: Path, model: PolicyModel, optimizer: ModelOptimizer, reference:
         reference.refresh()
     model_state = _model_state(model)
     state = dist_checkpointing.load(
-        {"model": model_state, "optimizer": optimizer.megatron.sharded_state_dict(model_state, is_loading=True)},
+        {"model": model_state, "optimizer": optimizer.sharded_state_dict(model_state, is_loading=True)},
         str(folder),
     )
     model.load_state_dict(state["model"])

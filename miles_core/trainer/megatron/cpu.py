@@ -113,9 +113,33 @@ def _do_without_transformer_engine() -> None:
     import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 
     multi_latent_attention.HAVE_TE = False
+    _let_torch_adam_be_distributed()
     # For their warnings alone.
     importlib.import_module("megatron.core.models.backends")
     importlib.import_module("megatron.core.optimizer")
+
+
+def _let_torch_adam_be_distributed() -> None:
+    # The distributed optimizer's checkpoints were made for fused Adams, which count steps by group; torch's counts them
+    # by parameter. Loading looks for a step among a parameter's tensors, and saving for one on every rank, also where a
+    # pipeline stage has no experts.
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    set_tensors, state_dict = DistributedOptimizer._set_main_param_and_optimizer_states, DistributedOptimizer.state_dict
+
+    def set_all_but_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, place = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        set_tensors(self, model_param, {**tensors, "step": state["step"]})
+
+    def state_dict_even_if_empty(self: Any) -> dict[str, Any]:
+        if self.optimizer.state:
+            return state_dict(self)
+        groups = self.optimizer.state_dict()["param_groups"]
+        return {"optimizer": {"param_groups": [{**{k: g[k] for k in g if k != "params"}, "step": 0} for g in groups]}}
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_all_but_step
+    DistributedOptimizer.state_dict = state_dict_even_if_empty
 
 
 class _CudaTypeNames(TorchFunctionMode):

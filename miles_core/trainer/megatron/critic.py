@@ -64,7 +64,7 @@ class Critic:
         self._model = ValueModel(megatron_config, mtp_num_layers=0).to(current_device())
         checkpoints.load_weights(self._model, weights)
         self._model.add_value_head(derive_seed(config.seed, "value_head"))
-        ddp = data_parallel(self._model)
+        ddp = data_parallel(self._model, config.trainer)
         self.optimizer = ModelOptimizer(ddp, config.trainer.critic_optimizer or config.trainer.optimizer)
         replay = RoutingReplay(self._model) if megatron_config.moe_enable_routing_replay else None
         self.passes = ModelPass(ddp, replay)

@@ -14,6 +14,7 @@ from torch import Tensor
 from miles_core.algorithms.objective import ObjectiveInputs, policy_objective
 from miles_core.batching.micro_batch import MicroBatch
 from miles_core.config.algorithm import AlgorithmConfig
+from miles_core.config.trainer import TrainerConfig
 from miles_core.trainer.megatron.context import join_scored
 from miles_core.trainer.megatron.log_probs import TokenScores, token_log_probs
 from miles_core.trainer.megatron.model import PolicyModel
@@ -149,12 +150,14 @@ class PolicyPass:
 _NO_TOKENS = torch.zeros([], dtype=torch.int)
 
 
-def data_parallel(model: PolicyModel) -> DistributedDataParallel:
+def data_parallel(model: PolicyModel, trainer: TrainerConfig) -> DistributedDataParallel:
     """The model with gradient buffers that add up over ranks."""
     config = model.config
-    ddp = DistributedDataParallel(
-        config=config, ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True), module=model
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=trainer.gradient_precision == "fp32",
+        use_distributed_optimizer=trainer.distributed_optimizer,
     )
+    ddp = DistributedDataParallel(config=config, ddp_config=ddp_config, module=model)
     config.finalize_model_grads_func = _sum_gradients
     config.no_sync_func = ddp.no_sync
     return ddp

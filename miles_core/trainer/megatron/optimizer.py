@@ -47,6 +47,7 @@ class ModelOptimizer:
                     adam_beta2=self._config.beta2,
                     adam_eps=self._config.eps,
                     bf16=bf16,
+                    use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
                     params_dtype=torch.bfloat16 if bf16 else torch.float32,
                     clip_grad=0.0,  # megatron-core clips CUDA tensors only; `_clip` clips any
                 ),
@@ -111,13 +112,29 @@ class ModelOptimizer:
         # megatron-core stores Adam's step from rank 0 alone, whose pipeline stage may have none of a group's tensors.
         parts = [state] if "state" in state or "optimizer" in state else list(state.values())
         for part in parts:
-            part.get("optimizer", part)["state"]["common_step"] = torch.tensor(float(steps))
+            inner = part.get("optimizer", part)
+            if "state" in inner:
+                inner["state"]["common_step"] = torch.tensor(float(steps))
+            else:
+                for group in inner["param_groups"]:
+                    group["step"] = steps
         self.megatron.load_state_dict(state)
+        self._set_adam_steps(steps)  # the distributed optimizer gives all parameters one and the same tensor
+
+    def sharded_state_dict(self, model_state: dict[str, Any], *, is_loading: bool = False) -> dict[str, Any]:
+        """What a checkpoint holds, a tensor for each parameter and moment, for any layout to read."""
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+        return self.megatron.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
 
     def _start_state(self) -> None:
         """Zero moments at once, so that a checkpoint before the first step has them, and memory is taken at start."""
         for optimizer in self.megatron.chained_optimizers:
             if not optimizer.is_stub_optimizer:
                 optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-                for parameter_state in optimizer.state.values():
-                    parameter_state["step"] = torch.zeros([], device=parameter_state["exp_avg"].device)
+        self._set_adam_steps(0)
+
+    def _set_adam_steps(self, steps: int) -> None:
+        for optimizer in self.megatron.chained_optimizers:
+            for parameter_state in optimizer.optimizer.state.values():
+                device = parameter_state["exp_avg"].device
+                parameter_state["step"] = torch.tensor(float(steps), device=device)

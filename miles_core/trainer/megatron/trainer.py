@@ -118,7 +118,7 @@ class MegatronTrainer:
         if self._policy_products is not None:
             use_products(self._model, self._policy_products)
         checkpoints.load_weights(self._model, weights)
-        ddp = data_parallel(self._model)
+        ddp = data_parallel(self._model, config.trainer)
         temperature, scale = config.rollout.sampling.temperature, config.trainer.mtp_loss_scale
         mtp = MtpLoss(model, scale, config.trainer.mtp_detach, temperature) if scale else None
         drafts = model.draft_parameters() if mtp else None

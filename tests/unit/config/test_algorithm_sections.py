@@ -34,6 +34,10 @@ def chat(**data: Any) -> dict[str, Any]:
             {"trainer": {"mtp_loss_scale": 0.2, "num_ranks": 2, "parallel": {"context": 2}}},
             "trainer.mtp_loss_scale 0.2 with trainer.parallel.context 2",
         ),
+        (
+            {"trainer": {"mtp_loss_scale": 0.2, "distributed_optimizer": True}},
+            "trainer.distributed_optimizer=true with trainer.mtp_loss_scale 0.2",
+        ),
         ({"algorithm": SFT}, "policy_loss=sft needs rollout.n_samples_per_prompt=1, found 8"),
         (
             {"algorithm": SFT, "rollout": ONE | {"sampling": {"temperature": 0.5}}},

@@ -52,6 +52,8 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path: Path, precision: str) -> No
         pytest.param({"pipeline": 2}, {"expert": 2}, id="pipeline-2-to-expert-2", marks=pytest.mark.slow),
         pytest.param({"tensor": 2}, {"expert": 2}, id="tensor-2-to-expert-2", marks=pytest.mark.slow),
         pytest.param({}, {"tensor": 2}, id="1-to-tensor-2", marks=pytest.mark.slow),
+        pytest.param({"tensor": 2}, {"tensor": 1}, id="tensor-2-to-data-2"),
+        pytest.param({"context": 2}, {"pipeline": 2}, id="context-2-to-pipeline-2", marks=pytest.mark.slow),
     ],
 )
 def test_another_layout_goes_on(tmp_path: Path, saved_at: dict[str, int], loaded_at: dict[str, int]) -> None:

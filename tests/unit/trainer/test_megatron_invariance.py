@@ -31,6 +31,8 @@ def _three_steps(trainer: MegatronTrainer, samples: list[TrainSample]) -> _Seen:
     digests = weight_digests(trainer)
     steps = [trainer.train_step(samples) for _ in range(3)]
     weights = {name: tensor.clone().numpy() for name, tensor in trainer.named_weights()}
+    if trainer._config.trainer.distributed_optimizer:
+        return _Seen(digests, steps, {}, weights)  # no rank has whole gradients
     for parameter in trainer._model.parameters():
         parameter.data = getattr(parameter, "main_grad", torch.zeros_like(parameter))  # MTP layers are frozen
     gradients = {n: t.clone().numpy() for n, t in trainer.named_weights() if not n.endswith("e_score_correction_bias")}
@@ -46,7 +48,7 @@ def _config(name: str, **trainer: Any) -> Any:
     """No clipping, so that buffers hold the very gradients; and a large epsilon, so that Adam does not divide rounding
     errors by themselves where a gradient is nearly zero."""
     optimizer = {"lr": 1e-3, "clip_grad": 0, "eps": 1e-3}
-    fixed = {"routing_replay": name == _MOE, "optimizer": optimizer}
+    fixed = {"routing_replay": name == _MOE, "optimizer": optimizer, "distributed_optimizer": False}
     return run_config(name, samples=_SAMPLES, trainer={**fixed, **trainer})
 
 
@@ -55,7 +57,8 @@ def _check_equal(found: _Seen, expected: _Seen) -> None:
         for name in _COMPARED:
             assert step[name] == pytest.approx(reference[name], rel=1e-5), name
     # Of the largest element of a tensor. These models are wild (initial weights of 0.2), so that fp32 rounding grows.
-    _check_close(found.gradients, expected.gradients, tolerance=5e-5)
+    if found.gradients:
+        _check_close(found.gradients, expected.gradients, tolerance=5e-5)
     _check_close(found.weights, expected.weights, tolerance=1e-5)
 
 
@@ -135,6 +138,33 @@ def test_parallel_layouts_change_nothing(
     for seen in on_ranks(name, config, _three_steps, _samples(name)):
         assert seen.digests == folder_digests(name)  # every tensor of the folder, whole, bit for bit, and no other
         _check_equal(seen, expected(name))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [
+        pytest.param(1, {}, id="1"),
+        pytest.param(2, {}, id="data-2"),
+        pytest.param(2, {"expert": 2}, id="expert-2", marks=pytest.mark.slow),
+        pytest.param(4, {"pipeline": 2}, id="data-2-pipeline-2", marks=pytest.mark.slow),
+        pytest.param(4, {"context": 2}, id="data-2-context-2", marks=pytest.mark.slow),
+    ],
+)
+def test_the_distributed_optimizer_changes_nothing(expected: Any, ranks: int, parallel: dict[str, int]) -> None:
+    config = _config(_MOE, num_ranks=ranks, parallel=parallel, micro_batch_size=2, distributed_optimizer=True)
+    for seen in on_ranks(_MOE, config, _three_steps, _samples(_MOE)):
+        assert not seen.gradients
+        _check_equal(seen, expected(_MOE))
+
+
+@pytest.mark.slow
+def test_bf16_gradient_buffers_are_near(expected: Any) -> None:
+    """Two of eight bits of a gradient's mantissa may go in adding up 4 micro-batches."""
+    config = _config(_MOE, micro_batch_size=2, precision="bf16", gradient_precision="bf16")
+    (seen,) = on_ranks(_MOE, config, _three_steps, _samples(_MOE))
+    norm, reference = (s.steps[0]["train/grad_norm"] for s in (seen, expected(_MOE)))
+    assert norm == pytest.approx(reference, rel=0.05)
+    assert {g.dtype for g in seen.gradients.values()} == {np.dtype("float32")}  # as the folder has them
 
 
 @pytest.mark.slow
