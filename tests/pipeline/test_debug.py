@@ -39,6 +39,7 @@ def _miles(config: RunConfig, *arguments: str) -> subprocess.CompletedProcess[st
     return subprocess.run([*MILES, "run", "--config", str(file), *arguments], capture_output=True, text=True, env=_WIDE)
 
 
+@pytest.mark.slow
 def test_training_on_saved_rollouts_gives_the_weights_of_the_run_that_saved_them(tmp_path: Path) -> None:
     saved = tmp_path / "rollouts"
     whole = _config(tmp_path / "store", debug={"save_rollouts": str(saved)})
@@ -64,6 +65,7 @@ def test_training_on_saved_rollouts_gives_the_weights_of_the_run_that_saved_them
         _train(other)
 
 
+@pytest.mark.slow
 def test_rollouts_without_training(tmp_path: Path) -> None:
     saved = tmp_path / "rollouts"
     config = _config(tmp_path / "store", debug={"save_rollouts": str(saved)})

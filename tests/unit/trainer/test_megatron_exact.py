@@ -111,7 +111,7 @@ def _difference(trainer: MegatronTrainer, samples: list[TrainSample]) -> float:
     return _largest_difference(trainer, samples)[0]
 
 
-@pytest.mark.parametrize("parallel", [{}, {"pipeline": 2}])
+@pytest.mark.parametrize("parallel", [pytest.param({}, marks=pytest.mark.slow), {"pipeline": 2}])
 def test_data_and_pipeline_parallel_ranks_give_the_same_bits(parallel: dict[str, int]) -> None:
     config = _config("glm4-moe", 16, num_ranks=2, parallel=parallel)
     samples = _rollout(_engine(config, "glm4-moe"), 16, 3, 101)
