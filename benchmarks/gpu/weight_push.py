@@ -2,9 +2,9 @@
 
 usage: python benchmarks/gpu/weight_push.py OUT_DIR [SECONDS]
 
-One server start, a random Qwen3-MoE of 1.05B parameters in bf16 (2.1 GB, 1,500 tensors). Writes
-OUT_DIR/weight_push.json, again after each part, and prints it at the end. A part that fails is recorded with its error
-and the next one runs; after SECONDS (170) the script ends with what it has.
+One server start, a random Qwen3-MoE of 1.2B parameters in bf16 (2.3 GB, 2,100 tensors). Writes OUT_DIR/weight_push.json
+again after each part, and prints it at the end. A part that fails is recorded with its error and the next one runs;
+after SECONDS (170) the script ends with what it has.
 """
 
 import json
@@ -47,9 +47,9 @@ SIZES = {
 }  # fmt: skip
 SERVER_ARGS: dict[str, str | int | float | bool] = {
     "attention_backend": "fa3", "sampling_backend": "pytorch", "grammar_backend": "none",
-    "moe_runner_backend": "triton",
-    "disable_custom_all_reduce": True, "mem_fraction_static": 0.4, "random_seed": 1, "dtype": "bfloat16",
-    "cuda_graph_backend_prefill": "disabled", "cuda_graph_max_bs_decode": 16, "disable_radix_cache": True,
+    "moe_runner_backend": "triton", "disable_custom_all_reduce": True, "mem_fraction_static": 0.4, "random_seed": 1,
+    "dtype": "bfloat16", "cuda_graph_backend_prefill": "disabled", "cuda_graph_max_bs_decode": 16,
+    "disable_radix_cache": True,
 }  # fmt: skip
 Named = dict[str, torch.Tensor]
 

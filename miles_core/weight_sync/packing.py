@@ -57,7 +57,9 @@ class Packer:
         forms = forms_of(tensors)
         known = self._prepared.get(number)
         layout = known.layout if known and known.forms == forms else self._lay_out(forms)
-        flat = self._buffer(number, layout.nbytes)[: layout.nbytes]
+        # All buckets of a model that needs several get equal buffers: a larger one later would be a new one to engines.
+        nbytes = layout.nbytes if last and number == 0 else max(layout.nbytes, self._bucket_bytes)
+        flat = self._buffer(number, nbytes)[: layout.nbytes]
         if known is None or known.layout is not layout or known.flat.data_ptr() != flat.data_ptr():
             known = _Prepared(forms, layout, flat, layout.views(flat), layout.paddings(flat))
             self._prepared[number] = known
@@ -84,10 +86,12 @@ def full_groups(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iter
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies many tensors in few kernels: those of equal dtypes together, which torch fuses."""
-    groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    """Copies many tensors in few kernels: torch fuses those of equal dtypes that are contiguous, if there are no others
+    among them."""
+    groups: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        ours, theirs = groups.setdefault((target.dtype, source.dtype), ([], []))
+        plain = target.is_contiguous() and source.is_contiguous()
+        ours, theirs = groups.setdefault((target.dtype, source.dtype, plain), ([], []))
         ours.append(target)
         theirs.append(source)
     with torch.no_grad():

@@ -40,10 +40,11 @@ def header(action: str, layout: Layout, *, first: bool, last: bool) -> str:
     return f"{action} {layout.key} {int(first)} {int(last)}\n{layout.text}"
 
 
-def exchange(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """SGLang's entry: one pair of a header and a flat uint8 buffer, shared with the pusher. Returns when the device is
-    done, since the pusher then uses the buffer again."""
-    ((text, flat),) = named_tensors
+def exchange(model: nn.Module, named_tensors: Sequence[tuple[str, nn.Module]]) -> None:
+    """SGLang's entry: one pair of a header and a `carrier` of a flat uint8 buffer, shared with the pusher. Returns when
+    the device is done, since the pusher then uses the buffer again."""
+    ((text, carried),) = named_tensors
+    flat: Tensor = carried.flat  # type: ignore[assignment]
     line, _, layout = text.partition("\n")
     action, key, first, last = line.split()
     plans = _PLANS.setdefault(model, {})

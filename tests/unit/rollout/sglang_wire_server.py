@@ -11,6 +11,7 @@ that it shares with the pusher, or from a broadcast. Tensor parallel ranks are m
 import argparse
 import base64
 import importlib
+import io
 import json
 import os
 import pickle
@@ -39,12 +40,21 @@ def models(folder: Path, ranks: int) -> list:
     return STATE["models"]
 
 
+class Unpickler(pickle.Unpickler):
+    """SGLang's reads these modules and no others (srt/utils/common.py, SafeUnpickler), of which we use some."""
+
+    def find_class(self, module: str, name: str) -> object:
+        assert f"{module}.".startswith(("builtins.", "collections.", "copyreg.", "torch.")), f"{module}.{name}"
+        return super().find_class(module, name)
+
+
 def from_tensor(body: dict, held: list, loader: str) -> None:
     assert body["load_format"] == loader, body["load_format"]
     module, _, name = loader.rpartition(".")
     call = getattr(importlib.import_module(module), name)
     for model, handle in zip(held, body["serialized_named_tensors"], strict=True):
-        call(model, pickle.loads(base64.b64decode(handle, validate=True)))
+        named = Unpickler(io.BytesIO(base64.b64decode(handle, validate=True))).load()
+        call(model, [(name, tensor.to("cpu")) for name, tensor in named])  # to its own device, as SGLang does
 
 
 def join(body: dict) -> None:

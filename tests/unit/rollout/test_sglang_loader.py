@@ -5,6 +5,7 @@ import torch
 from fused_model import PADDED_VOCAB, FusedModel
 
 from miles_core.rollout.sglang.loader import exchange, header
+from miles_core.weight_sync.handles import carrier
 from miles_core.weight_sync.layout import Layout, forms_of, in_rows
 from miles_core.weight_sync.packing import copy_all
 
@@ -36,12 +37,12 @@ def random(seed: int) -> dict[str, torch.Tensor]:
 
 
 def load(model: FusedModel, layout: Layout, flat: torch.Tensor) -> None:
-    exchange(model, [(header("load", layout, first=True, last=True), flat)])
+    exchange(model, [(header("load", layout, first=True, last=True), carrier(flat))])
 
 
 def read(model: FusedModel, layout: Layout) -> dict[str, torch.Tensor]:
     flat = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
-    exchange(model, [(header("read", layout, first=False, last=True), flat)])
+    exchange(model, [(header("read", layout, first=False, last=True), carrier(flat))])
     return dict(zip(SHAPES, layout.views(flat), strict=True))
 
 
@@ -128,7 +129,7 @@ def test_ranks_read_back_into_one_buffer() -> None:
         load(model, layout, flat)
     together = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
     for model in ranks:
-        exchange(model, [(header("read", layout, first=False, last=True), together)])
+        exchange(model, [(header("read", layout, first=False, last=True), carrier(together))])
     assert all(torch.equal(a, b) for a, b in zip(layout.views(together), tensors.values(), strict=True))
 
 
@@ -165,9 +166,9 @@ def test_formats_are_unpacked_around_a_push() -> None:
     for seed in range(2):
         tensor = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
         layout, flat = push({"weight": tensor})
-        exchange(layer, [(header("load", layout, first=True, last=False), flat)])
+        exchange(layer, [(header("load", layout, first=True, last=False), carrier(flat))])
         back = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8)
-        exchange(layer, [(header("read", layout, first=False, last=True), back)])
+        exchange(layer, [(header("read", layout, first=False, last=True), carrier(back))])
         assert torch.equal(layout.views(back)[0], tensor)
         assert torch.equal(layer.weight, tensor.T)
     assert layer.scheme.calls == ["process"] + 2 * ["restore", "process"]
@@ -201,11 +202,11 @@ def test_what_a_module_derived_follows_its_weight_in_place(way: str) -> None:
         if way == "refresh":
             router.load_weights([("weight", tensor)])
             nothing = torch.zeros(1, dtype=torch.uint8)
-            exchange(router, [(header("refresh", Layout((), 0), first=False, last=True), nothing)])
+            exchange(router, [(header("refresh", Layout((), 0), first=False, last=True), carrier(nothing))])
         else:
-            exchange(router, [(header("load", layout, first=True, last=way == "load"), flat)])
+            exchange(router, [(header("load", layout, first=True, last=way == "load"), carrier(flat))])
         if way == "read":
-            exchange(router, [(header("read", layout, first=False, last=True), flat)])
+            exchange(router, [(header("read", layout, first=False, last=True), carrier(flat))])
         before = router._weight_fp32
         assert torch.equal(router(x), tensor.float().T)
         assert before is None or before.data_ptr() == router._weight_fp32.data_ptr()
